@@ -1,0 +1,1 @@
+"""The configuration: pydantic models, loading, overrides and provenance. Imports neither ray nor torch."""

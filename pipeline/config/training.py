@@ -1,0 +1,148 @@
+"""Configuration of the algorithm, the trainer, evaluation and what is shown."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from pipeline.config.base import Strict
+
+
+class Schedule(Strict):
+    """A value by step. `linear`, `cosine` and `exponential` go from start to end over decay_steps after warmup_steps."""
+
+    kind: Literal["constant", "linear", "cosine", "exponential", "step"] = "constant"
+    start: float = 0.0
+    end: float = 0.0
+    """Also the floor of `exponential`."""
+    rate: float = Field(0.9, gt=0)
+    """`exponential`: factor a step. `step`: factor every `every` steps."""
+    every: int = Field(10, ge=1)
+    warmup_steps: int = Field(0, ge=0)
+    """Steps at `start` before the decay begins."""
+    decay_steps: int = Field(100, ge=1)
+
+
+class TMax(Strict):
+    """t_max(step) = min(start + slope * step, cap); slope 0 is a constant."""
+
+    start: int = Field(0, ge=0)
+    slope: float = Field(0.0, ge=0)
+    cap: int = Field(16, ge=0)
+
+
+class Opd(Strict):
+    """On-policy distillation: pull the student towards the teacher on the student's own tokens."""
+
+    coefficient: float = Field(1.0, ge=0)
+    signal: Literal["sampled", "topk", "full"] = "topk"
+    """What the teacher returns: the logprob of the sampled token, of the top k tokens, or of the whole vocabulary."""
+    direction: Literal["reverse", "forward"] = "forward"
+    """`topk` and `full`: KL(student || teacher) or KL(teacher || student). `sampled` is always reverse."""
+    top_k: int = Field(4, ge=1)
+    advantage: Literal["raw", "mean", "whiten"] = "whiten"
+    """`sampled`: the advantage as it is, minus the batch mean, or whitened over the batch."""
+    ratio_truncate: float = Field(4.0, gt=0)
+    """Importance weights pi / mu are cut here."""
+    ratio_low: float = Field(0.0, ge=0)
+    ratio_high: float = Field(1e4, gt=0)
+    """Tokens whose ratio is outside [ratio_low, ratio_high] are masked and counted."""
+
+
+class Grpo(Strict):
+    """Group-relative policy optimisation."""
+
+    coefficient: float = Field(1.0, ge=0)
+    std: bool = True
+    """Divide by the group's standard deviation."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    aggregate: Literal["token", "sequence"] = "token"
+    """Mean over all tokens of the step, or over sequences of their token means."""
+
+
+class Algorithm(Strict):
+    name: Literal["opd", "grpo", "grpo_opd"] = "opd"
+    opd: Opd = Opd()
+    grpo: Grpo = Grpo()
+    beta: Schedule = Schedule()
+    """dagger: probability that the teacher acts."""
+    t_max: TMax = TMax()
+    passes: int = Field(1, ge=1)
+    """Passes over each step's groups."""
+
+    def wants_teacher(self) -> bool:
+        return self.name in ("opd", "grpo_opd")
+
+
+class Trainer(Strict):
+    steps: int = Field(100, ge=1)
+    lr: float = Field(1e-3, gt=0)
+    warmup_steps: int = Field(10, ge=0)
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_norm: float = Field(1.0, gt=0)
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps a training step; the groups are split evenly."""
+    max_tokens_per_chunk: int = Field(16384, ge=1)
+    """Padded tokens of one forward pass; gradients accumulate over chunks."""
+    max_sample_tokens: int | None = Field(None, ge=2)
+    """Longer samples are rejected with a reason; None: the model's context."""
+    save_every: int = Field(20, ge=1)
+    keep_checkpoints: int = Field(2, ge=2)
+    """At least two: resume falls back to the last but one when the newest is torn."""
+    seed: int = 0
+    threads: int = Field(1, ge=1)
+    min_teacher_coverage: float = Field(0.99, ge=0, le=1)
+    """Share of trained tokens that a teacher column must reach; less fails the run."""
+
+
+class Eval(Strict):
+    every: int = Field(25, ge=0)
+    """Steps between evaluations; 0: only before the first and after the last step."""
+    items: int = Field(256, ge=1)
+    """Held-out items a dataset, at most."""
+    n: int = Field(1, ge=1)
+    """Samples an item."""
+    k: tuple[int, ...] = (1,)
+    """pass@k for each; k > n is refused."""
+    temperature: float = Field(0.0, ge=0)
+    max_tokens: int | None = Field(None, ge=1)
+    min_coverage: float = Field(0.9, ge=0, le=1)
+    """Share of samples that must be scored for the point to be valid."""
+    hold_s: float = Field(60.0, gt=0)
+    """How long publishing new weights waits for a running evaluation."""
+    teacher: bool = True
+    """Evaluate the teachers once, for the summary."""
+
+
+class Observe(Strict):
+    tensorboard: bool = True
+    bars: bool = True
+    stall_s: float = Field(120.0, gt=0)
+    """No progress for this long, anywhere, fails the run and names the stage."""
+    details: bool = True
+    """Write eval_details for training steps, too."""
+
+
+class Ray(Strict):
+    num_cpus: int | None = Field(None, ge=1)
+    """Logical CPUs that Ray may hand out; None: the machine's."""
+    address: str | None = None
+    """An existing cluster; None: a private one on loopback that lives with the run."""
+    object_store_mb: int = Field(256, ge=80)
+
+
+class Run(Strict):
+    id: str | None = None
+    name: str = "run"
+    """Generated ids start with it."""
+    seed: int = 0
+    stop_grace_s: float = Field(30.0, ge=0)
+    window_steps: int = Field(40, ge=1)
+    """Training steps of one workflow."""
+    max_actor_restarts: int = Field(3, ge=0)
+    """Restarts of one actor without progress in between that fail the run."""
+    start_timeout_s: float = Field(180.0, gt=0)
+    ray: Ray = Ray()

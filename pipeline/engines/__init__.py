@@ -1,0 +1,1 @@
+"""What turns tokens into tokens. Importing the package imports no torch; `torch_engine` does."""

@@ -1,0 +1,76 @@
+"""Where everything of a run lies. Relative to the run folder, so that the folder can be moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    root: Path
+
+    @property
+    def run_id(self) -> str:
+        return self.root.name
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def database(self) -> Path:
+        return self.root / "run.db"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "run.lock"
+
+    @property
+    def groups(self) -> Path:
+        return self.root / "groups"
+
+    @property
+    def workflow(self) -> Path:
+        return self.root / "workflow"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:06d}"
+
+    @property
+    def weights(self) -> Path:
+        """Published versions for the engines: a cache that a resume can rebuild from the checkpoints."""
+        return self.root / "weights"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def details(self) -> Path:
+        return self.root / "eval_details"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "log"
+
+    @property
+    def cache(self) -> Path:
+        """Shared by all runs beside this one."""
+        return self.root.parent / ".cache"
