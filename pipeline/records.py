@@ -175,7 +175,9 @@ def sample_seed(task: Task, index: int, attempt: int) -> int:
     return int(state[0] >> np.uint64(1))
 
 
-def empty_sample(index: int, ordinal: int, prompt: list[int], abort_reason: str, error: str, phase: str, *, node: str = "") -> Sample:
+def aborted_sample(
+    ordinal: int, index: int, prompt: list[int], *, abort_reason: str, error: str, phase: str, node: str = ""
+) -> Sample:
     """An aborted sample: fully masked, reward None, kept in its group so that shapes hold."""
     length = len(prompt)
     return Sample(

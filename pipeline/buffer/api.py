@@ -91,12 +91,18 @@ class StageReport:
 class BufferClient(Protocol):
     """The asynchronous face: `BufferService` in one process, a proxy of the actor across processes."""
 
-    async def assign(self, step: int, count: int) -> list[Assignment]:
-        """Write `count` slots for a step, or return those that are there. Ordinals are 0, 1, 2, ... in order of assignment."""
+    async def assign(self, step: int, count: int, limit: int | None) -> list[Assignment]:
+        """Write `count` slots for a step, or return those that are there. Ordinals are 0, 1, 2, ... in order of assignment.
+
+        limit: ordinals there are in all (None: no end). Fewer slots than `count`, or none, mean the end of the data.
+        """
         ...
 
-    async def replace(self, ordinal: int) -> Assignment | None:
-        """A new ordinal for a dropped one's slot (the same one when repeated); None: `on_dropped: shrink`, or the step is closed."""
+    async def replace(self, ordinal: int, limit: int | None) -> Assignment | None:
+        """A new ordinal for a dropped one's slot (the same one when repeated).
+
+        None: the step's rollout is closed, or the data ended.
+        """
         ...
 
     async def start_attempt(self, ordinal: int, weight_version: int, worker: str) -> Attempt:
@@ -130,12 +136,12 @@ class BufferClient(Protocol):
         """rollout[step] has ended: a group dropped from now on is not replaced (`short_late`)."""
         ...
 
-    async def wait_scored(self, step: int, timeout: float) -> bool:
-        """True when no group of the step is pending, running or written; False after `timeout` seconds."""
+    async def wait_scored(self, step: int, wait_s: float) -> bool:
+        """True when no group of the step is pending, running or written; False after `wait_s` seconds."""
         ...
 
-    async def wait_selectable(self, step: int, timeout: float) -> bool:
-        """True when `select(step)` can return at once."""
+    async def wait_selectable(self, step: int, wait_s: float) -> bool:
+        """True when `select(step)` can return at once; False after `wait_s` seconds."""
         ...
 
     async def select(self, step: int) -> Selection:

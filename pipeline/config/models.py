@@ -33,7 +33,10 @@ class Supervised(Strict):
     lr: float = Field(4e-3, gt=0)
     warmup_steps: int = Field(10, ge=0)
     stop_at: float | None = Field(None, gt=0, le=1)
-    """Stop as soon as greedy accuracy on a slice of the *training* split reaches this; None: all steps. Held-out items are never looked at."""
+    """Stop once greedy accuracy on a slice of the *training* split reaches this; None: all steps.
+
+    Held-out items are never looked at.
+    """
     max_seconds: float = Field(120.0, gt=0)
 
 

@@ -62,6 +62,8 @@ class Dataset(Strict):
     template: str = "{question}"
     """How an item becomes the user's turn."""
     split: Split = Split()
+    epochs: int | None = Field(None, ge=1)
+    """Passes over the training split; None: as many as the steps need. When every dataset is exhausted the run ends."""
     weight: float = Field(1.0, gt=0)
     """Share of a training step, relative to the other datasets."""
     teacher: str | None = None
@@ -170,7 +172,8 @@ class Rollout(Strict):
     def _group_holds_its_minimum(self) -> Rollout:
         if self.min_samples_per_group > self.samples_per_task:
             raise ValueError(
-                f"rollout.min_samples_per_group {self.min_samples_per_group} is above rollout.samples_per_task {self.samples_per_task}"
+                f"rollout.min_samples_per_group {self.min_samples_per_group} is above "
+                f"rollout.samples_per_task {self.samples_per_task}"
             )
         return self
 

@@ -32,7 +32,10 @@ class Completion:
     token_ids: np.ndarray
     """int32 [N], the end-of-sequence token included when it was sampled. N may be 0."""
     logprobs: np.ndarray
-    """float32 [N], of the distribution that was sampled from (temperature and cuts applied); at temperature 0, of the untempered one."""
+    """float32 [N], of the distribution that was sampled from (temperature and cuts applied).
+
+    At temperature 0 (greedy): of the untempered distribution.
+    """
     finish_reason: Literal["stop", "length"]
     weight_version: int
 
