@@ -1,0 +1,95 @@
+"""Messages to tokens and back, by the model's own tokenizer and chat template. Imports neither torch nor transformers.
+
+Invariant: `render` gives the ids that transformers' `apply_chat_template(..., add_generation_prompt=True)` gives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from pipeline.engines.digests import tokenizer_digest
+from pipeline.errors import DataError, UserError
+
+_SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class ChatRenderer:
+    """Implements agents.base.Renderer for one folder in Hugging Face format."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str, specials: dict[str, str], digest: str) -> None:
+        self._tokenizer = tokenizer
+        self._template = _environment().from_string(template)
+        self._specials = specials
+        self.digest = digest
+        """Of the mapping between ids and text; the chat template is not part of it."""
+        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        """Ids that mean something; a model's output matrix may have more rows."""
+        self.eos_token_id: int = tokenizer.token_to_id(specials["eos_token"])
+        pad = specials.get("pad_token")
+        self.pad_token_id: int = self.eos_token_id if pad is None else tokenizer.token_to_id(pad)
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatRenderer:
+        """Raises UserError naming the file that is missing or says too little."""
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if not (folder / name).is_file():
+                raise UserError(f"{folder} has no {name}: not a model folder in Hugging Face format with a fast tokenizer")
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        specials = {name: _content(settings[name]) for name in _SPECIALS if settings.get(name)}
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        if tokenizer.token_to_id(specials.get("eos_token", "")) is None:
+            raise UserError(f"{folder / 'tokenizer_config.json'}: eos_token is missing or not in the vocabulary")
+        return cls(tokenizer, _template_of(folder, settings), specials, tokenizer_digest(folder))
+
+    def render(self, messages: Iterable[tuple[str, str]]) -> np.ndarray:
+        """int32 [P], ending where the assistant's answer begins. Raises DataError when the template refuses the messages."""
+        turns = [{"role": role, "content": content} for role, content in messages]
+        try:
+            text = self._template.render(messages=turns, add_generation_prompt=True, **self._specials)
+        except jinja2.TemplateError as error:
+            raise DataError(f"the chat template refuses the messages: {error}") from error
+        return self.encode_text(text)
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """int32 [N]: the text alone, no special tokens added around it."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text without special tokens; ids of a padded vocabulary mean nothing and give nothing."""
+        return self._tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True)
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else token["content"]
+
+
+def _template_of(folder: Path, settings: dict[str, Any]) -> str:
+    file = folder / "chat_template.jinja"
+    template = file.read_text() if file.is_file() else settings.get("chat_template")
+    if not isinstance(template, str):
+        raise UserError(f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)")
+    return template
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The dialect that chat templates are written in: trimmed blocks and three helpers."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
