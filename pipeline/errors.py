@@ -74,6 +74,26 @@ class LateCommit(RolloutError):
     """A commit of an attempt that is no longer current."""
 
 
+class CapacityFull(RolloutError):
+    """The buffer has no room for that many groups now."""
+
+
+class NotSelectable(RolloutError):
+    """A training step's groups are not all there yet."""
+
+
+class StoreError(RolloutError):
+    """The run folder cannot be read or written; the message names the path."""
+
+
+class DiskFull(StoreError):
+    """No space left: nothing of the call was stored, what was acknowledged before stands, and calls work again after space is made."""
+
+
+class StoreCorrupt(StoreError):
+    """Stored bytes are not those that were written."""
+
+
 class DataError(RolloutError):
     """The item itself is bad; trying again does not help."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from pipeline.records import Column, Group
+from pipeline.records import Column, Group, Sample
 
 Outcome = Literal["lost", "infra", "data"]
 """How an attempt ended without a commit. `lost`: its worker, cluster or driver died; not a retry."""
@@ -95,7 +95,12 @@ class BufferClient(Protocol):
         """Write `count` slots for a step, or return those that are there. Ordinals are 0, 1, 2, ... in order of assignment.
 
         limit: ordinals there are in all (None: no end). Fewer slots than `count`, or none, mean the end of the data.
+        Steps are assigned one after the other. Raises CapacityFull, and writes nothing, when there is no room for all.
         """
+        ...
+
+    async def wait_capacity(self, count: int, wait_s: float) -> bool:
+        """True when `assign` of `count` groups has room; False after `wait_s` seconds. Raises CapacityFull if it never can."""
         ...
 
     async def replace(self, ordinal: int, limit: int | None) -> Assignment | None:
@@ -114,6 +119,14 @@ class BufferClient(Protocol):
 
     async def commit(self, attempt: Attempt, group: Group) -> bool:
         """Durable when it returns. True: written now; False: this attempt had been committed before. Raises LateCommit."""
+        ...
+
+    async def store_sample(self, attempt: Attempt, sample: Sample) -> None:
+        """Keep a finished sample of an unfinished group (`buffer.durable_samples`). Raises LateCommit when the attempt is over."""
+        ...
+
+    async def stored_samples(self, ordinal: int) -> list[Sample]:
+        """Kept samples of an unfinished group, by index, whichever attempt made them; a commit or a drop removes them."""
         ...
 
     async def backlog(self, field_name: str, limit: int) -> list[BacklogItem]:
@@ -145,7 +158,10 @@ class BufferClient(Protocol):
         ...
 
     async def select(self, step: int) -> Selection:
-        """Take the groups of a training step (ready -> consumed) in one transaction; what was taken is recorded for ever."""
+        """Take the groups of a training step (ready -> consumed) in one transaction; what was taken is recorded for ever.
+
+        Steps are selected one after the other. Raises NotSelectable until `wait_selectable` is true.
+        """
         ...
 
     async def record_step(self, step: int, metrics: dict[str, Any]) -> None:
