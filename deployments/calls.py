@@ -1,0 +1,179 @@
+"""Calls between processes. Invariant: every call has a deadline, and a remote failure arrives as the remote's own exception.
+
+Long work (a rollout, a training step) has no bound on its total time; it is bounded on answering pings meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+
+from deployments.names import NAMESPACE, actor_name
+from pipeline.errors import EngineUnavailable, RolloutError, StageFailed
+
+CALL_S = 60.0
+"""Deadline of a call that does a bounded amount of work."""
+PING_S = 10.0
+UNANSWERED_PINGS = 6
+"""This many pings in a row without an answer: the stage is taken for dead."""
+
+DEATHS = (ActorDiedError, ActorUnavailableError, RayActorError, WorkerCrashedError)
+
+
+class RemoteTraceback(Exception):
+    """The traceback of another process, as text; the cause of what is raised here."""
+
+
+def unwrap(error: BaseException, stage: str) -> BaseException:
+    """The remote's own exception with its traceback as the cause; a lost process becomes ConnectionError."""
+    if isinstance(error, DEATHS):
+        return ConnectionError(f"{stage} died or cannot be reached: {first_line(error)}")
+    if isinstance(error, RayTaskError):
+        cause = error.cause if isinstance(error.cause, BaseException) else error
+        if isinstance(cause, RayTaskError):
+            cause = StageFailed(stage, first_line(error))
+        cause.__cause__ = RemoteTraceback(str(error))
+        return cause
+    return error
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+class RemoteStage:
+    """A stage actor seen from another process: `await stage.method(...)` with the default deadline.
+
+    Calls are retried by Ray over a restart of the actor (`max_task_retries=-1`), which is safe because every mutating
+    method takes an id.
+    """
+
+    def __init__(self, run_id: str, stage: str, deadline_s: float = CALL_S) -> None:
+        self._run_id = run_id
+        self._stage = stage
+        self._deadline_s = deadline_s
+        self._handle: Any = None
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await self._call(method, self._deadline_s, args, kwargs)
+
+        return call
+
+    async def long(self, method: str, *args: Any) -> Any:
+        """A call of unbounded length; fails when the actor stops answering pings."""
+        reference = getattr(self.handle(), method).remote(*args)
+        result = asyncio.wrap_future(reference.future())
+        unanswered = 0
+        try:
+            while True:
+                done, _ = await asyncio.wait({result}, timeout=PING_S)
+                if done:
+                    return result.result()
+                unanswered = 0 if await self._answers() else unanswered + 1
+                if unanswered >= UNANSWERED_PINGS:
+                    raise StageFailed(self._stage, f"no answer to {unanswered} pings of {PING_S:.0f} s during {method}")
+        except RayError as error:
+            raise unwrap(error, self._stage) from None
+        finally:
+            result.cancel()
+
+    async def _answers(self) -> bool:
+        try:
+            await self._call("ping", PING_S, (), {})
+        except (TimeoutError, ConnectionError):
+            return False
+        return True
+
+    async def _call(self, method: str, deadline_s: float, args: tuple, kwargs: dict) -> Any:
+        reference = getattr(self.handle(), method).remote(*args, **kwargs)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(reference.future()), deadline_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"{self._stage}.{method} did not answer within {deadline_s:.0f} s") from error
+        except RayError as error:
+            remote = unwrap(error, self._stage)
+            raise remote from remote.__cause__
+
+    def handle(self) -> Any:
+        if self._handle is None:
+            self._handle = ray.get_actor(actor_name(self._run_id, self._stage), namespace=NAMESPACE)
+        return self._handle
+
+
+def node_call(run_id: str, stage: str, method: str, *args: Any) -> Any:
+    """The same as `RemoteStage.long`, for the synchronous functions that workflow nodes are."""
+    handle = ray.get_actor(actor_name(run_id, stage), namespace=NAMESPACE)
+    reference = getattr(handle, method).remote(*args)
+    unanswered = 0
+    while True:
+        try:
+            return ray.get(reference, timeout=PING_S)
+        except GetTimeoutError:
+            unanswered = 0 if _pinged(handle) else unanswered + 1
+            if unanswered >= UNANSWERED_PINGS:
+                raise StageFailed(stage, f"no answer to {unanswered} pings of {PING_S:.0f} s during {method}") from None
+        except RayError as error:
+            remote = unwrap(error, stage)
+            raise remote from remote.__cause__
+
+
+def _pinged(handle: Any) -> bool:
+    try:
+        ray.get(handle.ping.remote(), timeout=PING_S)
+    except (GetTimeoutError, *DEATHS):
+        return False
+    return True
+
+
+class RemoteEngine:
+    """An engine behind a Serve deployment handle, as `pipeline.engines.base.Engine`. A lost replica is EngineUnavailable:
+    the caller retries within its own budget, because Serve does not."""
+
+    def __init__(self, app: str, deployment: str, deadline_s: float) -> None:
+        self._app = app
+        self._deployment = deployment
+        self._deadline_s = deadline_s
+        self._handle: Any = None
+
+    async def info(self) -> Any:
+        return await self._call("info")
+
+    async def generate(self, requests: list, version: Any) -> list:
+        return await self._call("generate", requests, version)
+
+    async def score(self, rows: list, signal: str, top_k: int) -> list:
+        return await self._call("score", rows, signal, top_k)
+
+    async def close(self) -> None:
+        """The deployment ends with its application."""
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        from ray import serve
+
+        if self._handle is None:
+            self._handle = serve.get_deployment_handle(self._deployment, app_name=self._app)
+        try:
+            return await asyncio.wait_for(getattr(self._handle, method).remote(*args), self._deadline_s)
+        except TimeoutError as error:
+            raise EngineUnavailable(f"{self._app}.{method} did not answer within {self._deadline_s:.0f} s") from error
+        except RayError as error:
+            remote = unwrap(error, self._app)
+            if isinstance(remote, RolloutError):
+                raise remote from remote.__cause__
+            raise EngineUnavailable(f"{self._app}.{method}: {first_line(remote)}") from remote

@@ -1,0 +1,143 @@
+"""What all stage actors share: they build their service from the run folder, answer pings, and say how they are doing.
+
+Invariant: an actor holds nothing that the run folder does not hold, so a restart needs no command and no argument but the folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from deployments.calls import RemoteStage
+from pipeline.buffer.api import StageReport
+from pipeline.config.loading import load
+from pipeline.config.schema import RunConfig
+from pipeline.errors import FencedOut, StageFailed
+from pipeline.paths import RunPaths
+
+BEAT_S = 1.0
+OPTIONS = {"num_cpus": 0.01, "max_restarts": -1, "max_task_retries": -1, "lifetime": "detached", "max_concurrency": 1000}
+"""Of every stage actor. A whole CPU each would ask for more than a laptop has."""
+
+
+class StageActor:
+    """Base of the stage actors. A subclass says how to build its service and forwards its methods to it."""
+
+    stage = "stage"
+
+    def __init__(self, root: str) -> None:
+        self.paths = RunPaths(Path(root))
+        log_to_file(self.paths, self.stage)
+        self.log = logging.getLogger(self.stage)
+        self.config: RunConfig = load(self.paths.config, []).config
+        self.buffer = RemoteStage(self.paths.run_id, "replay_buffer")
+        self._started = asyncio.ensure_future(self._start())
+        self._beats = asyncio.ensure_future(self._beat())
+
+    async def build(self) -> Any:
+        raise NotImplementedError
+
+    def background(self) -> Callable[[Any], Awaitable[None]] | None:
+        """A loop that belongs to the service and must live as long as the actor; None: there is none."""
+        return None
+
+    async def service(self) -> Any:
+        """The service, built. Raises StageFailed with the cause when building it or its background loop failed."""
+        return await asyncio.shield(self._started)
+
+    async def ping(self) -> int:
+        return os.getpid()
+
+    async def ready(self) -> int:
+        await self.service()
+        return os.getpid()
+
+    async def _start(self) -> Any:
+        try:
+            service = await self.build()
+        except Exception as error:
+            self.log.exception("could not start")
+            raise StageFailed(self.stage, f"could not start: {type(error).__name__}: {error}") from error
+        loop = self.background()
+        if loop is not None:
+            self._loop = asyncio.ensure_future(loop(service))
+            self._loop.add_done_callback(self._loop_ended)
+        return service
+
+    def _loop_ended(self, task: asyncio.Task) -> None:
+        """A background loop never ends by itself: from now on every call says what happened."""
+        if task.cancelled():
+            return
+        cause = task.exception()
+        self.log.error("background loop ended", exc_info=cause)
+        failure = cause if isinstance(cause, StageFailed) else StageFailed(self.stage, f"background loop ended: {cause!r}")
+        if failure is not cause:
+            failure.__cause__ = cause
+        self._started = asyncio.get_running_loop().create_future()
+        self._started.set_exception(failure)
+
+    async def _beat(self) -> None:
+        """Report about once a second. An unreachable buffer is not this stage's failure; being fenced out ends the process."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if not self._started.done():
+                continue
+            try:
+                service = await self.service()
+                await self.report(service)
+            except FencedOut:
+                self.log.error("a newer writer owns the run: this process ends")
+                os._exit(1)
+            except (ConnectionError, TimeoutError, StageFailed) as error:
+                self.log.warning("no report: %s", error)
+
+    async def report(self, service: Any) -> None:
+        await self.buffer.report_stage(self.identified(service.report()))
+
+    def identified(self, report: StageReport) -> StageReport:
+        """The service's numbers under this actor's name, pid and node."""
+        name = f"{self.paths.run_id}:{self.stage}"
+        return replace(report, stage=self.stage, actor=name, pid=os.getpid(), node=os.uname().nodename)
+
+
+def log_to_file(paths: RunPaths, name: str) -> None:
+    """Everything that this process logs goes to log/<name>.log of the run."""
+    paths.log.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(paths.log / f"{name}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.INFO)
+    for folder in (Path.cwd(),):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+
+
+class Busy:
+    """Adds up the seconds in which at least one piece of work was under way: a stage's occupancy."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._depth = 0
+        self._since = 0.0
+        self._total = 0.0
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._since = self._clock()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._total += self._clock() - self._since
+
+    def seconds(self) -> float:
+        return self._total + (self._clock() - self._since if self._depth else 0.0)
