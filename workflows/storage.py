@@ -35,7 +35,7 @@ class _Aside:
     def __init__(self, target: Path) -> None:
         self._target = target
         self._aside = target.with_name(f"{ASIDE}{uuid.uuid4().hex}")
-        self._file = open(self._aside, "wb")  # noqa: SIM115 - closed in close()
+        self._file = open(self._aside, "wb")
 
     def write(self, data: bytes) -> int:
         return self._file.write(data)
@@ -149,7 +149,7 @@ class AtomicFolder(FileSystemHandler):
         shutil.copyfile(self._path(source), self._path(target))
 
     def open_input_stream(self, path: str) -> pa.NativeFile:
-        return pa.PythonFile(open(self._path(path), "rb"), mode="r")  # noqa: SIM115 - pyarrow closes it
+        return pa.PythonFile(open(self._path(path), "rb"), mode="r")
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         return self.open_input_stream(path)

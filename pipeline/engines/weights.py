@@ -69,10 +69,13 @@ class WeightStore:
             return None
         return self._seen[1]
 
-    def hold(self, version: int, seconds: float, now: float | None = None) -> str:
-        """Ask that `version` stays the newest for `seconds` at most, while an evaluation of it runs. Returns the lease's id."""
+    def hold(self, version: int, seconds: float, now: float | None = None, hold_id: str | None = None) -> str:
+        """Ask that `version` stays the newest for `seconds` at most, while an evaluation of it runs. Returns the lease's id.
+
+        hold_id: given when the one who releases is another than the one who holds; None: a new one.
+        """
         self._holds.mkdir(parents=True, exist_ok=True)
-        hold_id = uuid.uuid4().hex
+        hold_id = hold_id or uuid.uuid4().hex
         start = self._clock() if now is None else now
         _replace(self._holds / hold_id, {"version": version, "until": start + seconds})
         return hold_id
