@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import Stalled, StageFailed
+from pipeline.errors import StageFailed, Stalled
 from pipeline.pumps import Pump, PumpKind, supervise
 
 MONITOR, PRODUCER, STAGE, TERMINAL = PumpKind.MONITOR, PumpKind.PRODUCER, PumpKind.STAGE, PumpKind.TERMINAL

@@ -1,0 +1,121 @@
+"""Monitors of progress: a stage that holds work and does not move is named, whatever the other stages do.
+
+Invariant: progress is a counter that moved (`finished`, or `detail["heartbeat"]` within one long call); taking more work in
+is not progress, and neither are the commits of another stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from pipeline.buffer.api import StageReport
+from pipeline.engines.base import Engine
+from pipeline.errors import StageFailed, Stalled, root_cause
+
+
+@dataclass(slots=True)
+class _Watched:
+    report: StageReport
+    counters: tuple[Any, ...]
+    moved_at: float
+    """When the counters moved last."""
+    busy_since: float
+    """When the counters moved last, or the stage was last seen without work of its own to do."""
+
+
+class StallWatchdog:
+    """A MONITOR. `run` never returns; it raises Stalled.
+
+    A stage is stuck when it has had work (`backlog` > 0) for `stall_s` seconds while its counters stood still. A stage that
+    says what it waits for in `detail["waiting_for"]` (capacity, another stage) is not accused itself. Beside that, no counter
+    of any stage moving for `stall_s` seconds is a stall of the whole pipeline: a lost wake-up leaves no backlog behind.
+    A report may name its oldest item in `detail["oldest"]` and who holds its resources in `detail["holder"]`.
+
+    probe: the newest report of every stage. It must answer within `stall_s`.
+    clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        probe: Callable[[], Awaitable[Sequence[StageReport]]],
+        stall_s: float,
+        clock: Callable[[], float],
+        *,
+        poll_s: float = 1.0,
+    ) -> None:
+        self._probe, self._stall_s, self._clock, self._poll_s = probe, stall_s, clock, poll_s
+        self._stages: dict[str, _Watched] = {}
+
+    async def run(self) -> NoReturn:
+        started = self._clock()
+        while True:
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    reports = await self._probe()
+            except TimeoutError as error:
+                raise Stalled("watchdog", f"the stages' reports did not arrive within {self._stall_s:g} s") from error
+            now = self._clock()
+            for report in reports:
+                self._observe(report, now)
+            self._accuse(started, now)
+            await asyncio.sleep(self._poll_s)
+
+    def _observe(self, report: StageReport, now: float) -> None:
+        counters = (report.finished, report.detail.get("heartbeat"))
+        known = self._stages.get(report.stage)
+        if known is None or known.counters != counters:
+            self._stages[report.stage] = _Watched(report, counters, now, now)
+            return
+        known.report = report
+        if report.backlog <= 0 or report.detail.get("waiting_for"):
+            known.busy_since = now
+
+    def _accuse(self, started: float, now: float) -> None:
+        stages = sorted(self._stages.values(), key=lambda stage: stage.busy_since)
+        stuck = [stage for stage in stages if now - stage.busy_since >= self._stall_s]
+        if stuck:
+            also = "".join(f"; also {other.report.stage}: {_describe(other.report)}" for other in stuck[1:])
+            first = stuck[0]
+            still = f"no progress for {now - first.busy_since:.0f} s (observe.stall_s {self._stall_s:g}); "
+            raise Stalled(first.report.stage, still + _describe(first.report) + also)
+        last_move = max((stage.moved_at for stage in stages), default=started)
+        if now - last_move >= self._stall_s:
+            holders = sorted((stage.report for stage in stages if stage.report.backlog > 0), key=lambda report: -report.oldest_s)
+            held = "; ".join(f"{report.stage}: {_describe(report)}" for report in holders) or "no stage holds any work"
+            name = holders[0].stage if holders else "pipeline"
+            raise Stalled(
+                name, f"nothing moved in any stage for {now - last_move:.0f} s (observe.stall_s {self._stall_s:g}); {held}"
+            )
+
+
+def _describe(report: StageReport) -> str:
+    text = f"holds {report.backlog}, the oldest {report.detail.get('oldest', 'item')} for {report.oldest_s:.0f} s"
+    if holder := report.detail.get("holder"):
+        text += f", held by {holder}"
+    if waiting := report.detail.get("waiting_for"):
+        text += f", waiting for {waiting}"
+    return f"{text} ({report.actor}, pid {report.pid} on {report.node or 'this node'})"
+
+
+class EngineProbe:
+    """A MONITOR: an engine that does not answer `info` several times in a row is a failure of its own stage name."""
+
+    def __init__(self, name: str, engine: Engine, *, every_s: float = 5.0, timeout_s: float = 20.0, misses: int = 3) -> None:
+        self._name, self._engine = name, engine
+        self._every_s, self._timeout_s, self._misses = every_s, timeout_s, misses
+
+    async def run(self) -> NoReturn:
+        missed = 0
+        while True:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await self._engine.info()
+                missed = 0
+            except Exception as error:
+                missed += 1
+                if missed >= self._misses:
+                    raise StageFailed(self._name, f"the engine missed {missed} probes in a row: {root_cause(error)}") from error
+            await asyncio.sleep(self._every_s)
