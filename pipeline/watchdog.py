@@ -23,7 +23,7 @@ class _Watched:
     moved_at: float
     """When the counters moved last."""
     busy_since: float
-    """When the counters moved last, or the stage was last seen without work of its own to do."""
+    """When the counters moved last, or when work of its own was first seen in the stage after it had none."""
 
 
 class StallWatchdog:
@@ -69,9 +69,9 @@ class StallWatchdog:
         if known is None or known.counters != counters:
             self._stages[report.stage] = _Watched(report, counters, now, now)
             return
-        known.report = report
-        if report.backlog <= 0 or report.detail.get("waiting_for"):
+        if not (_has_work(known.report) and _has_work(report)):
             known.busy_since = now
+        known.report = report
 
     def _accuse(self, started: float, now: float) -> None:
         stages = sorted(self._stages.values(), key=lambda stage: stage.busy_since)
@@ -86,9 +86,12 @@ class StallWatchdog:
             holders = sorted((stage.report for stage in stages if stage.report.backlog > 0), key=lambda report: -report.oldest_s)
             held = "; ".join(f"{report.stage}: {_describe(report)}" for report in holders) or "no stage holds any work"
             name = holders[0].stage if holders else "pipeline"
-            raise Stalled(
-                name, f"nothing moved in any stage for {now - last_move:.0f} s (observe.stall_s {self._stall_s:g}); {held}"
-            )
+            quiet = f"nothing moved in any stage for {now - last_move:.0f} s (observe.stall_s {self._stall_s:g})"
+            raise Stalled(name, f"{quiet}; {held}")
+
+
+def _has_work(report: StageReport) -> bool:
+    return report.backlog > 0 and not report.detail.get("waiting_for")
 
 
 def _describe(report: StageReport) -> str:

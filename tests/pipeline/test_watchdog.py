@@ -150,7 +150,7 @@ async def test_a_stage_that_waits_for_another_is_not_the_one_accused():
     assert caught.value.stage == "train"
 
 
-async def test_the_first_to_stand_still_is_named_and_the_others_are_listed():
+async def test_of_several_stuck_stages_the_first_to_stand_still_is_named_and_the_others_are_listed():
     stages = Stages()
     stages.backlog = dict.fromkeys(STAGES, 2)
 
@@ -158,12 +158,16 @@ async def test_the_first_to_stand_still_is_named_and_the_others_are_listed():
         async with asyncio.TaskGroup() as group:
             group.create_task(stages.turn("evaluator", 0.5, until=10))
             group.create_task(stages.turn("train", 0.5, until=10))
-            group.create_task(StallWatchdog(stages.probe, 40, now, poll_s=60).run())
+            group.create_task(StallWatchdog(stages.probe, 40, now, poll_s=30).run())
 
     with pytest.raises(ExceptionGroup) as caught:
         await everything()
     error = caught.value.exceptions[0]
-    assert error.stage == "teacher" and "also" not in str(error)
+    assert error.stage == "teacher" and "also" not in str(error) and now() == 60
+    stages = Stages()
+    stages.backlog = dict.fromkeys(STAGES, 2)
+    with pytest.raises(Stalled, match="stage evaluator: .*also teacher: holds 2.*also train: holds 2"):
+        await StallWatchdog(stages.probe, 40, now).run()
 
 
 async def test_reports_that_never_arrive_are_a_stall_too():
