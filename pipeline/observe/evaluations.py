@@ -1,0 +1,97 @@
+"""Reads what evaluations left in eval_details/; a figure that was not measured is None."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.observe.jsonlines import read_jsonlines
+
+_EVAL = re.compile(r"eval_(\d+)\.summary\.json")
+_TEACHER = re.compile(r"teacher_(.+)\.summary\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Held-out accuracy over the samples that were scored."""
+
+    accuracy: float | None
+    solved: float
+    scored: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    id: str
+    step: int | None
+    """Weight version of the student; None: a teacher."""
+    alias: str | None
+    datasets: dict[str, Score]
+    failure_classes: dict[str, int]
+    valid: bool
+    raw: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def overall(self) -> Score:
+        return pooled(self.datasets.values())
+
+
+def pooled(scores: Any) -> Score:
+    """All samples of several scores as one; unscored ones stay outside the accuracy."""
+    scores = list(scores)
+    solved, scored = sum(score.solved for score in scores), sum(score.scored for score in scores)
+    return Score(solved / scored if scored else None, solved, scored, sum(score.total for score in scores))
+
+
+def student_evaluations(folder: Path) -> list[Evaluation]:
+    """Evaluations of the student by step."""
+    found = [_read(path, step=int(match[1])) for path, match in _matches(folder, _EVAL)]
+    return sorted((item for item in found if item is not None), key=lambda item: item.step or 0)
+
+
+def teacher_evaluations(folder: Path) -> list[Evaluation]:
+    """Evaluations of the teachers by alias."""
+    found = [_read(path, alias=match[1]) for path, match in _matches(folder, _TEACHER)]
+    return sorted((item for item in found if item is not None), key=lambda item: item.alias or "")
+
+
+def sample_lines(folder: Path, evaluation_id: str) -> list[dict[str, Any]]:
+    """The samples of one evaluation, a record a sample."""
+    return read_jsonlines(folder / f"{evaluation_id}.jsonl")
+
+
+def teacher_scores(teachers: list[Evaluation]) -> dict[str, Score]:
+    """Score by dataset over all teachers."""
+    names = {name for teacher in teachers for name in teacher.datasets}
+    return {name: pooled(teacher.datasets[name] for teacher in teachers if name in teacher.datasets) for name in sorted(names)}
+
+
+def _matches(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
+    if not folder.is_dir():
+        return []
+    return [(path, match) for path in sorted(folder.iterdir()) if (match := pattern.fullmatch(path.name))]
+
+
+def _read(path: Path, *, step: int | None = None, alias: str | None = None) -> Evaluation | None:
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError:
+        return None
+    datasets = {name: _score(figures) for name, figures in (raw.get("results") or {}).items()}
+    return Evaluation(
+        id=path.name.removesuffix(".summary.json"),
+        step=step,
+        alias=alias,
+        datasets=datasets,
+        failure_classes={name: int(count) for name, count in (raw.get("failure_classes") or {}).items()},
+        valid=raw.get("valid") is not False,
+        raw=raw,
+    )
+
+
+def _score(figures: dict[str, Any]) -> Score:
+    return Score(figures.get("accuracy"), figures.get("solved") or 0, figures.get("scored") or 0, figures.get("total") or 0)

@@ -1,0 +1,149 @@
+"""Tables for a terminal: the summary at a run's end, one run's status, the list of runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.paths import RunPaths
+from pipeline.records import GROUP_STATES
+
+STATE_STYLE = {
+    "finished": "bold green",
+    "running": "bold cyan",
+    "starting": "cyan",
+    "stopped": "yellow",
+    "failed": "bold red",
+    "cancelled": "yellow",
+}
+_FILES = ("report", "summary", "metrics", "details", "checkpoints", "tensorboard", "log")
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """`3.2 s`, `4 min 05 s`, `2 h 07 min`."""
+    if seconds is None:
+        return "–"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def render_table(summary: dict[str, Any], paths: RunPaths) -> RenderableType:
+    """Accuracy before, after and of the teacher; groups by state; time by stage; where the files are."""
+    parts: list[RenderableType] = [_accuracy(summary), _states(summary), _seconds(summary), _files(paths)]
+    if summary.get("error"):
+        parts.append(Text(str(summary["error"]), style="red"))
+    title = f"[bold]{escape(str(summary['run_id']))}[/] · {_state(summary.get('state'))} · step {summary['steps']}"
+    return Panel(Group(*parts), title=title, title_align="left", border_style="dim", expand=False)
+
+
+def render_status(status: dict[str, Any]) -> RenderableType:
+    """One run: state, progress, groups by state, and what each stage holds."""
+    head = Text.from_markup(
+        f"[bold]{escape(str(status.get('run_id')))}[/] · {_state(status.get('state'))} · step {status.get('step') or 0}"
+        f"/{status.get('steps') or '?'} · weights v{status.get('weight_version') or 0}"
+        f" · checkpoint {_or_dash(status.get('checkpoint_step'))}"
+    )
+    parts: list[RenderableType] = [head, _states(status), _stages(status.get("stages") or {})]
+    facts = _pairs(status.get("attempts") or {}, "attempts") + _pairs(status.get("capacity") or {}, "capacity")
+    parts.append(Text(facts.strip(), style="dim"))
+    if status.get("error"):
+        parts.append(Text(str(status["error"]), style="red"))
+    return Group(*parts)
+
+
+def render_runs(rows: list[dict[str, Any]]) -> RenderableType:
+    """One line a run: `{run_id, state, step, steps, accuracy_before, accuracy_after, path, error}`."""
+    table = _table("run", "state", "step", "accuracy", "folder")
+    for row in rows:
+        accuracy = f"{percent(row.get('accuracy_before'))} → {percent(row.get('accuracy_after'))}"
+        step = f"{_or_dash(row.get('step'))}/{_or_dash(row.get('steps'))}"
+        table.add_row(escape(row["run_id"]), _state(row.get("state")), step, accuracy, escape(str(row["path"])))
+    return table
+
+
+def _accuracy(summary: dict[str, Any]) -> Table:
+    table = _table("held-out accuracy", "before", "after", "change", "teacher")
+    datasets = summary.get("by_dataset") or {}
+    rows = [] if len(datasets) == 1 else [("all datasets", {key: summary.get(f"accuracy_{key}") for key in ("before", "after", "teacher")})]
+    for name, scores in [*datasets.items(), *rows]:
+        before, after = scores.get("before"), scores.get("after")
+        change = "–" if before is None or after is None else f"{100 * (after - before):+.1f} points"
+        table.add_row(escape(name), percent(before), f"[bold]{percent(after)}[/]", change, percent(scores.get("teacher")))
+    return table
+
+
+def _states(source: dict[str, Any]) -> Table:
+    ordinals = source.get("ordinals") or {}
+    table = _table("groups", "fetched", *GROUP_STATES)
+    table.add_row("", *(str(ordinals.get(name, "–")) for name in ("fetched", *GROUP_STATES)))
+    reasons = source.get("dropped_by_reason") or {}
+    if reasons:
+        table.caption = "dropped: " + ", ".join(f"{escape(name)} {count}" for name, count in sorted(reasons.items()))
+        table.caption_justify = "left"
+    return table
+
+
+def _seconds(summary: dict[str, Any]) -> Table:
+    stages = summary.get("seconds") or {}
+    table = _table("seconds of work", *stages, "first step", "whole run")
+    table.add_row("", *(f"{value:.1f}" for value in stages.values()), *map(duration, (summary.get("first_step_s"), summary.get("seconds_total"))))
+    return table
+
+
+def _stages(stages: dict[str, dict[str, Any]]) -> Table:
+    table = _table("stage", "actor", "pid", "node", "in", "out", "backlog", "oldest")
+    for name, stage in stages.items():
+        counts = (_or_dash(stage.get(key)) for key in ("in", "out", "backlog"))
+        table.add_row(
+            escape(name),
+            escape(str(stage.get("actor") or "–")),
+            _or_dash(stage.get("pid")),
+            escape(str(stage.get("node") or "–")),
+            *counts,
+            duration(stage.get("oldest_s")),
+        )
+    return table
+
+
+def _files(paths: RunPaths) -> Table:
+    table = _table("files", str(paths.root))
+    for name in _FILES:
+        path = getattr(paths, name)
+        if path.exists():
+            table.add_row(name, escape(str(path.relative_to(paths.root)) + ("/" if path.is_dir() else "")))
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", title_justify="left")
+    table.add_column(first, style="bold", no_wrap=True)
+    numeric = first not in ("files", "run", "stage")
+    for other in others:
+        table.add_column(escape(other), justify="right" if numeric else "left", overflow="fold")
+    return table
+
+
+def _state(state: str | None) -> str:
+    style = STATE_STYLE.get(state or "", "dim")
+    return f"[{style}]{escape(state or 'unknown')}[/]"
+
+
+def _pairs(values: dict[str, Any], title: str) -> str:
+    return f"{title}: " + ", ".join(f"{name} {value}" for name, value in values.items()) + "   " if values else ""
+
+
+def _or_dash(value: Any) -> str:
+    return "–" if value is None else str(value)
