@@ -87,7 +87,7 @@ class StoreError(RolloutError):
 
 
 class DiskFull(StoreError):
-    """No space left: nothing of the call was stored, what was acknowledged before stands, and calls work again after space is made."""
+    """No space left: nothing of the call was stored; what was acknowledged stands; calls work again once there is space."""
 
 
 class StoreCorrupt(StoreError):
@@ -118,6 +118,10 @@ class RowRefused(EngineError):
     """The teacher refuses a row for what it holds (too long, a foreign token id): not an infrastructure fault."""
 
 
+class BadReply(EngineError):
+    """The engine answered something that cannot be the answer (rows, lengths, values): not an infrastructure fault."""
+
+
 class SandboxError(RolloutError):
     """The sandbox failed, not what ran in it."""
 
@@ -131,6 +135,7 @@ ABORT_REASONS: tuple[tuple[type[BaseException], AbortReason], ...] = (
     (SandboxError, "infra_sandbox"),
     (DataError, "data"),
     (RowRefused, "data"),
+    (BadReply, "data"),
     (EngineUnavailable, "infra_conn"),
     (EngineError, "infra_other"),
     (ConnectionError, "infra_conn"),
