@@ -1,0 +1,95 @@
+"""The fetcher: gives a step its ordinals, and an ordinal its task. Keeps no cursor: what was assigned is in the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from pipeline.buffer.api import BufferClient, StageReport
+from pipeline.config.schema import RunConfig
+from pipeline.errors import CapacityFull
+from pipeline.fetcher.catalog import Catalog
+from pipeline.records import Task
+
+CAPACITY_WAIT_S = 5.0
+"""One wait for room in the buffer; the stall watchdog, and not this stage, says when waiting lasts too long."""
+
+
+class Fetcher:
+    """Every call can be repeated: the same step has the same ordinals, the same ordinal the same task."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        catalog: Catalog,
+        buffer: BufferClient,
+        *,
+        call_timeout_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._catalog = catalog
+        self._buffer = buffer
+        self._call_timeout_s = call_timeout_s
+        self._clock = clock
+        self._assigned: set[int] = set()
+        self._served: Counter[str] = Counter()
+        self._waiting_since: float | None = None
+        self._busy_s = 0.0
+
+    async def fetch(self, step: int) -> list[int]:
+        """Ordinals of a step, in slot order; fewer than `tasks_per_step`, or none, mean that the data ends here."""
+        count = self._config.rollout.tasks_per_step
+        self._waiting_since = self._clock()
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(self._call_timeout_s):
+                        assignments = await self._buffer.assign(step, count, self._catalog.limit)
+                    break
+                except CapacityFull:
+                    async with asyncio.timeout(CAPACITY_WAIT_S + self._call_timeout_s):
+                        await self._buffer.wait_capacity(count, CAPACITY_WAIT_S)
+        finally:
+            self._waiting_since = None
+        ordinals = [assignment.ordinal for assignment in sorted(assignments, key=lambda assignment: assignment.slot)]
+        self._assigned.update(ordinals)
+        return ordinals
+
+    def tasks(self, ordinals: Sequence[int]) -> list[Task]:
+        """Tasks in the order of the ordinals."""
+        started = self._clock()
+        tasks = [self._catalog.task(ordinal) for ordinal in ordinals]
+        self._served.update(task.dataset for task in tasks)
+        self._busy_s += self._clock() - started
+        return tasks
+
+    async def replacement(self, ordinal: int) -> Task | None:
+        """The task that takes a dropped ordinal's slot; None when its step is closed or the data ended."""
+        async with asyncio.timeout(self._call_timeout_s):
+            assignment = await self._buffer.replace(ordinal, self._catalog.limit)
+        if assignment is None:
+            return None
+        self._assigned.add(assignment.ordinal)
+        return self.tasks([assignment.ordinal])[0]
+
+    def eval_tasks(self) -> list[Task]:
+        return self._catalog.eval_tasks()
+
+    def report(self) -> StageReport:
+        waited = 0.0 if self._waiting_since is None else self._clock() - self._waiting_since
+        return StageReport(
+            stage="fetcher",
+            actor="Fetcher",
+            pid=os.getpid(),
+            node=os.uname().nodename,
+            started=len(self._assigned),
+            finished=sum(self._served.values()),
+            backlog=int(self._waiting_since is not None),
+            oldest_s=waited,
+            busy_s=self._busy_s,
+            detail={"limit": self._catalog.limit, "served": dict(self._served)},
+        )

@@ -1,0 +1,100 @@
+import asyncio
+
+import pytest
+
+from pipeline.buffer.api import Assignment
+from pipeline.config.schema import RunConfig
+from pipeline.errors import CapacityFull
+from pipeline.fetcher.catalog import Catalog
+from pipeline.fetcher.service import Fetcher
+
+
+class Ledger:
+    """The two calls that a fetcher makes, kept in memory; room for `capacity` groups until `free` is called."""
+
+    def __init__(self, capacity: int = 1000) -> None:
+        self.capacity = capacity
+        self.steps: dict[int, list[Assignment]] = {}
+        self.next = 0
+        self.waits = 0
+
+    async def assign(self, step, count, limit):
+        if step not in self.steps:
+            if self.next + count > self.capacity:
+                raise CapacityFull("full")
+            self.steps[step] = [self._slot(step, slot) for slot in range(count) if limit is None or self.next < limit]
+        return list(reversed(self.steps[step]))
+
+    async def wait_capacity(self, count, wait_s):
+        self.waits += 1
+        await asyncio.sleep(wait_s)
+        return False
+
+    async def replace(self, ordinal, limit):
+        return None if limit is not None and self.next >= limit else self._slot(1, 0)
+
+    def _slot(self, step, slot):
+        self.next += 1
+        return Assignment(step, slot, self.next - 1, "pending")
+
+
+def fetcher(ledger, **dataset):
+    config = RunConfig.model_validate(
+        {
+            "student": {"architecture": {}},
+            "algorithm": {"name": "grpo"},
+            "datasets": {"w": {"generator": "spell_backward", "size": 60, **dataset}},
+            "rollout": {"tasks_per_step": 4},
+        }
+    )
+    catalog = Catalog(config)
+    return Fetcher(config, catalog, ledger), catalog
+
+
+async def test_a_repeated_fetch_gives_the_same_ordinals():
+    stage, catalog = fetcher(Ledger())
+    first = await stage.fetch(1)
+    assert first == await stage.fetch(1) == [0, 1, 2, 3]
+    assert await stage.fetch(2) == [4, 5, 6, 7]
+    assert stage.tasks(first) == [catalog.task(ordinal) for ordinal in first]
+    assert (stage.report().started, stage.report().finished) == (8, 4)
+
+
+async def test_end_of_data():
+    stage, catalog = fetcher(Ledger(), epochs=1)
+    got = []
+    for step in range(1, 100):
+        ordinals = await stage.fetch(step)
+        if not ordinals:
+            break
+        got += ordinals
+    assert got == list(range(catalog.limit))
+    assert await stage.replacement(3) is None
+
+
+async def test_replacement_is_the_next_task():
+    stage, catalog = fetcher(Ledger())
+    await stage.fetch(1)
+    assert await stage.replacement(2) == catalog.task(4)
+
+
+@pytest.mark.looptime
+async def test_waits_for_room():
+    ledger = Ledger(capacity=4)
+    stage, _ = fetcher(ledger)
+    await stage.fetch(1)
+    waiting = asyncio.create_task(stage.fetch(2))
+    await asyncio.sleep(12)
+    assert ledger.waits >= 2 and not waiting.done() and stage.report().backlog == 1
+    ledger.capacity = 8
+    assert await waiting == [4, 5, 6, 7]
+    assert stage.report().backlog == 0
+
+
+@pytest.mark.looptime
+async def test_a_silent_ledger_is_a_time_out():
+    ledger = Ledger()
+    ledger.assign = lambda *_: asyncio.sleep(1e9)
+    stage, _ = fetcher(ledger)
+    with pytest.raises(TimeoutError):
+        await stage.fetch(1)
