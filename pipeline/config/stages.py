@@ -48,7 +48,7 @@ class Dataset(Strict):
     """reasoning_gym: parameters of the generator; an own source: its keyword arguments."""
     size: int = Field(5000, ge=1)
     """reasoning_gym: items drawn before duplicates are removed."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     path: Path | None = None
     """jsonl and parquet: the file, relative to the configuration file."""
     columns: dict[str, str] = {}

@@ -138,7 +138,7 @@ class Run(Strict):
     id: str | None = None
     name: str = "run"
     """Generated ids start with it."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     stop_grace_s: float = Field(30.0, ge=0)
     window_steps: int = Field(40, ge=1)
     """Training steps of one workflow."""
