@@ -141,3 +141,21 @@ class Busy:
 
     def seconds(self) -> float:
         return self._total + (self._clock() - self._since if self._depth else 0.0)
+
+
+def forwards(*names: str) -> Callable[[type], type]:
+    """Class decorator: these methods of the actor are those of its service."""
+
+    def method(name: str) -> Any:
+        async def call(self: StageActor, *args: Any, **kwargs: Any) -> Any:
+            return await getattr(await self.service(), name)(*args, **kwargs)
+
+        call.__name__ = call.__qualname__ = name
+        return call
+
+    def decorate(cls: type) -> type:
+        for name in names:
+            setattr(cls, name, method(name))
+        return cls
+
+    return decorate

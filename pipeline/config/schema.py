@@ -74,6 +74,12 @@ class RunConfig(Strict):
             return next(iter(self.teachers))
         return named
 
+    def evaluation_due(self, step: int) -> bool:
+        """Before the first step (0), after the last one, and every `eval.every` steps between."""
+        if step in (0, self.trainer.steps):
+            return True
+        return self.eval.every > 0 and step % self.eval.every == 0
+
     def needs_of(self, dataset: str) -> tuple[str, ...]:
         """Fields that must be produced before a group of this dataset is ready to be trained on."""
         return ("teacher",) if self.teacher_of(dataset) is not None else ()

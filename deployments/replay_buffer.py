@@ -1,0 +1,21 @@
+"""The ReplayBuffer actor: the only writer of the run's ledger."""
+
+from __future__ import annotations
+
+from deployments.hosting import StageActor, forwards
+from pipeline.buffer.api import BufferClient
+from pipeline.buffer.service import BufferService
+from pipeline.buffer.settings import BufferSettings
+
+
+@forwards(*(name for name in vars(BufferClient) if not name.startswith("_")))
+class ReplayBuffer(StageActor):
+    stage = "replay_buffer"
+
+    async def build(self) -> BufferService:
+        service = BufferService(self.paths, BufferSettings.from_config(self.config))
+        await service.open()
+        return service
+
+    async def report(self, service: BufferService) -> None:
+        await service.report_stage(self.identified(service.report()))

@@ -1,0 +1,89 @@
+"""The durable DAG: which node waits for which. Nodes hold no state; running one again does only what is missing.
+
+`max_staleness` is an edge: fetch[k], and so rollout[k], waits for train[k - 1 - max_staleness]. With the sampler `in_order`
+train[k] waits for score[k]; otherwise only for train[k - 1], because it takes ready groups of any step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray import workflow
+
+from deployments.calls import node_call
+from pipeline.config.schema import RunConfig
+
+NODE_CPUS = 0.01
+"""Of a node. Without a number Ray would start processes without limit."""
+
+
+@ray.remote(num_cpus=NODE_CPUS)
+def fetch(run_id: str, step: int, *_after: Any) -> list[int]:
+    """Ordinals of the step; fewer than asked for, or none, at the end of the data."""
+    return node_call(run_id, "fetcher", "fetch", step)
+
+
+@ray.remote(num_cpus=NODE_CPUS)
+def batch(run_id: str, step: int, ordinals: list[int]) -> list[Any]:
+    return node_call(run_id, "batcher", "batch", step, ordinals)
+
+
+@ray.remote(num_cpus=NODE_CPUS)
+def rollout(run_id: str, step: int, batches: list[Any]) -> dict[str, Any]:
+    return node_call(run_id, "evaluator_pool", "rollout", step, batches)
+
+
+@ray.remote(num_cpus=NODE_CPUS)
+def score(run_id: str, step: int, *_after: Any) -> int:
+    node_call(run_id, "teacher_scorer", "drain", step)
+    return step
+
+
+@ray.remote(num_cpus=NODE_CPUS)
+def train(run_id: str, step: int, *_after: Any) -> dict[str, Any]:
+    return node_call(run_id, "trainer", "train", step)
+
+
+@ray.remote(num_cpus=NODE_CPUS)
+def evaluate(run_id: str, step: int, *_after: Any) -> dict[str, Any]:
+    return node_call(run_id, "evaluator_pool", "evaluate", step)
+
+
+@ray.remote(num_cpus=NODE_CPUS)
+def finish(step: int, *_after: Any) -> int:
+    """The window's end: every node of it is done."""
+    return step
+
+
+def _node(function: Any, name: str) -> Any:
+    """A failing actor call is the run's failure; what can be retried was retried below, within its budget."""
+    return function.options(**workflow.options(task_id=name, max_retries=0))
+
+
+def window(config: RunConfig, run_id: str, first: int, last: int) -> Any:
+    """The DAG of training steps first..last (1-based), evaluations included."""
+    fetched: dict[int, Any] = {}
+    trained: dict[int, Any] = {}
+    evaluations: list[Any] = []
+    if first == 1:
+        evaluations.append(_node(evaluate, "evaluate[0]").bind(run_id, 0))
+    for step in range(first, last + 1):
+        release = trained.get(step - 1 - config.rollout.max_staleness)
+        fetched[step] = _node(fetch, f"fetch[{step}]").bind(run_id, step, release, fetched.get(step - 1))
+        batches = _node(batch, f"batch[{step}]").bind(run_id, step, fetched[step])
+        rolled = _node(rollout, f"rollout[{step}]").bind(run_id, step, batches)
+        scored = _node(score, f"score[{step}]").bind(run_id, step, rolled)
+        waits_for = (scored,) if config.buffer.sampler == "in_order" else ()
+        trained[step] = _node(train, f"train[{step}]").bind(run_id, step, trained.get(step - 1), *waits_for)
+        if config.evaluation_due(step):
+            evaluations.append(_node(evaluate, f"evaluate[{step}]").bind(run_id, step, trained[step]))
+        if not waits_for:
+            evaluations.append(scored)
+    return _node(finish, f"finish[{last}]").bind(last, trained[last], *evaluations)
+
+
+def nodes(config: RunConfig, first: int, last: int) -> int:
+    """How many nodes `window` has."""
+    due = sum(config.evaluation_due(step) for step in range(first, last + 1))
+    return 5 * (last - first + 1) + due + (first == 1) + 1
