@@ -19,6 +19,16 @@ class RunPaths:
         return self.root / "config.yaml"
 
     @property
+    def data(self) -> Path:
+        """The run's own copy of its input files."""
+        return self.root / "data"
+
+    @property
+    def code(self) -> Path:
+        """The run's own copy of modules that lay beside its configuration: every process of the run imports from here."""
+        return self.root / "code"
+
+    @property
     def database(self) -> Path:
         return self.root / "run.db"
 
