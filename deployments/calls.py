@@ -75,31 +75,6 @@ class RemoteStage:
 
         return call
 
-    async def long(self, method: str, *args: Any) -> Any:
-        """A call of unbounded length; fails when the actor stops answering pings."""
-        reference = getattr(self.handle(), method).remote(*args)
-        result = asyncio.wrap_future(reference.future())
-        unanswered = 0
-        try:
-            while True:
-                done, _ = await asyncio.wait({result}, timeout=PING_S)
-                if done:
-                    return result.result()
-                unanswered = 0 if await self._answers() else unanswered + 1
-                if unanswered >= UNANSWERED_PINGS:
-                    raise StageFailed(self._stage, f"no answer to {unanswered} pings of {PING_S:.0f} s during {method}")
-        except RayError as error:
-            raise unwrap(error, self._stage) from None
-        finally:
-            result.cancel()
-
-    async def _answers(self) -> bool:
-        try:
-            await self._call("ping", PING_S, (), {})
-        except (TimeoutError, ConnectionError):
-            return False
-        return True
-
     async def _call(self, method: str, deadline_s: float, args: tuple, kwargs: dict) -> Any:
         reference = getattr(self.handle(), method).remote(*args, **kwargs)
         try:
@@ -116,10 +91,10 @@ class RemoteStage:
         return self._handle
 
 
-def node_call(run_id: str, stage: str, method: str, *args: Any) -> Any:
-    """The same as `RemoteStage.long`, for the synchronous functions that workflow nodes are."""
+def node_call(run_id: str, stage: str, node: str, method: str, *args: Any) -> Any:
+    """The call of a workflow node: of unbounded length, as long as the actor answers pings."""
     handle = ray.get_actor(actor_name(run_id, stage), namespace=NAMESPACE)
-    reference = getattr(handle, method).remote(*args)
+    reference = handle.node.remote(node, method, *args)
     unanswered = 0
     while True:
         try:

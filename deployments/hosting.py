@@ -6,9 +6,10 @@ Invariant: an actor holds nothing that the run folder does not hold, so a restar
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -54,6 +55,13 @@ class StageActor:
 
     async def ping(self) -> int:
         return os.getpid()
+
+    async def node(self, name: str, method: str, *args: Any) -> Any:
+        """Do a workflow node's work; its beginning and its end are noted in log/nodes.jsonl."""
+        note(self.paths, name, "started")
+        result = await getattr(self, method)(*args)
+        note(self.paths, name, "done")
+        return result
 
     async def ready(self) -> int:
         await self.service()
@@ -107,6 +115,13 @@ class StageActor:
         return replace(report, stage=self.stage, actor=name, pid=os.getpid(), node=os.uname().nodename)
 
 
+def note(paths: RunPaths, node: str, event: str) -> None:
+    """One line, in one write, so that several actors may append to the same file."""
+    line = json.dumps({"t": round(time.time(), 3), "node": node, "event": event, "pid": os.getpid()}) + "\n"
+    with open(paths.nodes, "ab", buffering=0) as file:
+        file.write(line.encode())
+
+
 def log_to_file(paths: RunPaths, name: str) -> None:
     """Everything that this process logs goes to log/<name>.log of the run."""
     paths.log.mkdir(parents=True, exist_ok=True)
@@ -115,32 +130,6 @@ def log_to_file(paths: RunPaths, name: str) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.INFO)
-    for folder in (Path.cwd(),):
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
-
-
-class Busy:
-    """Adds up the seconds in which at least one piece of work was under way: a stage's occupancy."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._depth = 0
-        self._since = 0.0
-        self._total = 0.0
-
-    def __enter__(self) -> None:
-        if self._depth == 0:
-            self._since = self._clock()
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._total += self._clock() - self._since
-
-    def seconds(self) -> float:
-        return self._total + (self._clock() - self._since if self._depth else 0.0)
 
 
 def forwards(*names: str) -> Callable[[type], type]:
@@ -148,7 +137,8 @@ def forwards(*names: str) -> Callable[[type], type]:
 
     def method(name: str) -> Any:
         async def call(self: StageActor, *args: Any, **kwargs: Any) -> Any:
-            return await getattr(await self.service(), name)(*args, **kwargs)
+            result = getattr(await self.service(), name)(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
 
         call.__name__ = call.__qualname__ = name
         return call

@@ -10,11 +10,13 @@ from pipeline.buffer.settings import BufferSettings
 
 @forwards(*(name for name in vars(BufferClient) if not name.startswith("_")))
 class ReplayBuffer(StageActor):
+    """The driver has raised the run epoch before it made this actor, so a restart never does."""
+
     stage = "replay_buffer"
 
     async def build(self) -> BufferService:
         service = BufferService(self.paths, BufferSettings.from_config(self.config))
-        await service.open()
+        await service.open(new_run_epoch=False)
         return service
 
     async def report(self, service: BufferService) -> None:

@@ -81,6 +81,11 @@ class RunPaths:
         return self.root / "log"
 
     @property
+    def nodes(self) -> Path:
+        """Every start and end of a workflow node's work, a line each."""
+        return self.log / "nodes.jsonl"
+
+    @property
     def cache(self) -> Path:
         """Shared by all runs beside this one."""
         return self.root.parent / ".cache"

@@ -21,33 +21,32 @@ NODE_CPUS = 0.01
 @ray.remote(num_cpus=NODE_CPUS)
 def fetch(run_id: str, step: int, *_after: Any) -> list[int]:
     """Ordinals of the step; fewer than asked for, or none, at the end of the data."""
-    return node_call(run_id, "fetcher", "fetch", step)
+    return node_call(run_id, "fetcher", f"fetch[{step}]", "fetch", step)
 
 
 @ray.remote(num_cpus=NODE_CPUS)
 def batch(run_id: str, step: int, ordinals: list[int]) -> list[Any]:
-    return node_call(run_id, "batcher", "batch", step, ordinals)
+    return node_call(run_id, "batcher", f"batch[{step}]", "batch", step, ordinals)
 
 
 @ray.remote(num_cpus=NODE_CPUS)
-def rollout(run_id: str, step: int, batches: list[Any]) -> dict[str, Any]:
-    return node_call(run_id, "evaluator_pool", "rollout", step, batches)
+def rollout(run_id: str, step: int, batches: list[Any]) -> Any:
+    return node_call(run_id, "evaluator_pool", f"rollout[{step}]", "rollout", step, batches)
 
 
 @ray.remote(num_cpus=NODE_CPUS)
-def score(run_id: str, step: int, *_after: Any) -> int:
-    node_call(run_id, "teacher_scorer", "drain", step)
-    return step
+def score(run_id: str, step: int, *_after: Any) -> Any:
+    return node_call(run_id, "teacher_scorer", f"score[{step}]", "drain", step)
 
 
 @ray.remote(num_cpus=NODE_CPUS)
-def train(run_id: str, step: int, *_after: Any) -> dict[str, Any]:
-    return node_call(run_id, "trainer", "train", step)
+def train(run_id: str, step: int, *_after: Any) -> Any:
+    return node_call(run_id, "trainer", f"train[{step}]", "train", step)
 
 
 @ray.remote(num_cpus=NODE_CPUS)
-def evaluate(run_id: str, step: int, *_after: Any) -> dict[str, Any]:
-    return node_call(run_id, "evaluator_pool", "evaluate", step)
+def evaluate(run_id: str, step: int, *_after: Any) -> Any:
+    return node_call(run_id, "evaluator_pool", f"evaluate[{step}]", "evaluate", step)
 
 
 @ray.remote(num_cpus=NODE_CPUS)
@@ -58,16 +57,17 @@ def finish(step: int, *_after: Any) -> int:
 
 def _node(function: Any, name: str) -> Any:
     """A failing actor call is the run's failure; what can be retried was retried below, within its budget."""
-    return function.options(**workflow.options(task_id=name, max_retries=0))
+    return function.options(**workflow.options(task_id=name), max_retries=0)
 
 
 def window(config: RunConfig, run_id: str, first: int, last: int) -> Any:
-    """The DAG of training steps first..last (1-based), evaluations included."""
+    """The DAG of training steps first..last (1-based). The evaluation before the first step belongs to it, as one that a crash
+    may have left undone; first = last + 1 is a window of that evaluation alone."""
     fetched: dict[int, Any] = {}
     trained: dict[int, Any] = {}
     evaluations: list[Any] = []
-    if first == 1:
-        evaluations.append(_node(evaluate, "evaluate[0]").bind(run_id, 0))
+    if config.evaluation_due(first - 1):
+        evaluations.append(_node(evaluate, f"evaluate[{first - 1}]").bind(run_id, first - 1))
     for step in range(first, last + 1):
         release = trained.get(step - 1 - config.rollout.max_staleness)
         fetched[step] = _node(fetch, f"fetch[{step}]").bind(run_id, step, release, fetched.get(step - 1))
@@ -80,10 +80,4 @@ def window(config: RunConfig, run_id: str, first: int, last: int) -> Any:
             evaluations.append(_node(evaluate, f"evaluate[{step}]").bind(run_id, step, trained[step]))
         if not waits_for:
             evaluations.append(scored)
-    return _node(finish, f"finish[{last}]").bind(last, trained[last], *evaluations)
-
-
-def nodes(config: RunConfig, first: int, last: int) -> int:
-    """How many nodes `window` has."""
-    due = sum(config.evaluation_due(step) for step in range(first, last + 1))
-    return 5 * (last - first + 1) + due + (first == 1) + 1
+    return _node(finish, f"finish[{last}]").bind(last, trained.get(last), *evaluations)

@@ -1,0 +1,105 @@
+"""Student and teacher engines as Serve deployments. The student's replicas pull published weights; a teacher never changes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+
+from deployments.hosting import log_to_file
+from deployments.names import ENGINE_DEPLOYMENT
+from pipeline.config.loading import load
+from pipeline.config.schema import RunConfig
+from pipeline.engines.base import Completion, EngineInfo, GenerateRequest, ScoredRow, ScoreRow, Signal, Version
+from pipeline.engines.weights import Published, WeightStore
+from pipeline.errors import EngineError
+from pipeline.fetcher.catalog import Catalog
+from pipeline.paths import RunPaths
+
+OPTIONS: dict[str, Any] = {
+    "name": ENGINE_DEPLOYMENT,
+    "max_ongoing_requests": 10_000,
+    "ray_actor_options": {"num_cpus": 0.01},
+    "health_check_period_s": 5,
+    "health_check_timeout_s": 60,
+    "graceful_shutdown_timeout_s": 1,
+    "graceful_shutdown_wait_loop_s": 0.1,
+}
+"""A replica asks for a whole CPU unless told otherwise; the engine itself bounds what runs at the same time."""
+POLL_S = 0.1
+
+
+class _EngineReplica:
+    """Forwards to the engine that `_open` made."""
+
+    engine: Any
+
+    async def info(self) -> EngineInfo:
+        return await self.engine.info()
+
+    async def generate(self, requests: list[GenerateRequest], version: Version) -> list[Completion]:
+        return await self.engine.generate(requests, version)
+
+    async def score(self, rows: list[ScoreRow], signal: Signal, top_k: int) -> list[ScoredRow]:
+        return await self.engine.score(rows, signal, top_k)
+
+    async def check_health(self) -> None:
+        """Serve replaces a replica whose engine is dead."""
+        await self.engine.info()
+
+
+@serve.deployment(**OPTIONS)
+class StudentEngine(_EngineReplica):
+    async def __init__(self, root: str) -> None:
+        paths = RunPaths(Path(root))
+        log_to_file(paths, "student_engine")
+        config = load(paths.config, []).config
+        weights = WeightStore(paths.weights)
+        published = await _first_weights(weights, config.run.start_timeout_s)
+        self.engine = await asyncio.to_thread(_student, config, published.path, weights)
+
+
+@serve.deployment(**OPTIONS)
+class TeacherEngine(_EngineReplica):
+    async def __init__(self, root: str, alias: str) -> None:
+        paths = RunPaths(Path(root))
+        log_to_file(paths, f"teacher_engine_{alias}")
+        config = load(paths.config, []).config
+        self.engine = await asyncio.to_thread(_teacher, config, alias, paths.cache)
+
+
+async def _first_weights(weights: WeightStore, timeout_s: float) -> Published:
+    """A replica serves only what was published: it waits for the trainer's first publication."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while (published := weights.latest()) is None:
+                await asyncio.sleep(POLL_S)
+    except TimeoutError as error:
+        raise EngineError(f"no weights were published within {timeout_s:.0f} s (run.start_timeout_s)") from error
+    return published
+
+
+def _student(config: RunConfig, folder: Path, weights: WeightStore) -> Any:
+    if config.engine.kind == "scripted":
+        from pipeline.engines.scripted import ScriptedEngine
+
+        return ScriptedEngine(config.engine, weights)
+    from pipeline.engines.torch_engine import TorchEngine
+
+    return TorchEngine(folder, weights, config.engine)
+
+
+def _teacher(config: RunConfig, alias: str, cache: Path) -> Any:
+    teacher = config.teachers[alias]
+    catalog = Catalog(config)
+    if teacher.engine == "fixed_cost":
+        from pipeline.engines.fixed_cost import FixedCostTeacher
+        from pipeline.trainer.assets import tokenizer_folder
+
+        return FixedCostTeacher(teacher, tokenizer_folder(config, catalog, cache))
+    from pipeline.engines.torch_engine import TorchEngine
+    from pipeline.trainer.assets import teacher_folder
+
+    return TorchEngine(teacher_folder(config, alias, catalog, cache), None, config.engine, smoothing=teacher.smoothing)

@@ -1,0 +1,133 @@
+"""Drives the DAG window by window. The ledger is the truth; a workflow only drives it.
+
+Invariant: a window that the workflow storage still holds whole is resumed under its id, so completed nodes do not run again;
+otherwise a new workflow id starts from the first step that the ledger has not closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+from ray import workflow
+
+from pipeline.config.schema import RunConfig
+from pipeline.errors import RolloutError, StageFailed, cause_chain, root_cause
+from pipeline.paths import RunPaths
+from workflows import dag
+
+log = logging.getLogger(__name__)
+
+
+class Ledger(Protocol):
+    """What a window asks of the replay buffer."""
+
+    async def steps(self) -> dict[str, Any]: ...
+    async def set_run(self, state: str, error: str | None = None, **facts: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    number: int
+    """1, 2, ...: counts workflow ids of the run."""
+    first: int
+    last: int
+
+    def workflow_id(self, run_id: str) -> str:
+        return f"{run_id}.r{self.number}"
+
+
+async def run_windows(config: RunConfig, paths: RunPaths, buffer: Ledger, facts: dict[str, Any]) -> None:
+    """Run every step that is left. Raises StageFailed with the failing stage's own traceback."""
+    number = int(facts.get("workflow_number", 0))
+    interrupted = _interrupted(facts)
+    while True:
+        recorded = await buffer.steps()
+        done, ended = recorded["trained_step"], end_of_data(recorded["results"])
+        last_needed = config.trainer.steps if ended is None else min(ended, config.trainer.steps)
+        if done >= last_needed and not _evaluation_missing(config, paths, done):
+            return
+        if interrupted is not None and interrupted.last >= done and await _resumed(interrupted, paths):
+            window = interrupted
+        else:
+            number += 1
+            window = Window(number, done + 1, max(done, min(done + config.run.window_steps, config.trainer.steps)))
+            await buffer.set_run(
+                "running",
+                workflow_id=window.workflow_id(paths.run_id),
+                workflow_number=number,
+                window=[window.number, window.first, window.last],
+            )
+            await _run(window, config, paths)
+        interrupted = None
+        await asyncio.to_thread(workflow.delete, window.workflow_id(paths.run_id))
+
+
+def end_of_data(results: dict[int, dict[str, Any]]) -> int | None:
+    """The first step that found no data any more."""
+    ended = [int(step) for step, metrics in results.items() if metrics.get("end_of_data")]
+    return min(ended, default=None)
+
+
+def _evaluation_missing(config: RunConfig, paths: RunPaths, step: int) -> bool:
+    return config.evaluation_due(step) and not (paths.details / f"eval_{step:06d}.summary.json").exists()
+
+
+def _interrupted(facts: dict[str, Any]) -> Window | None:
+    window = facts.get("window")
+    return Window(*window) if window else None
+
+
+async def _run(window: Window, config: RunConfig, paths: RunPaths) -> None:
+    graph = dag.window(config, paths.run_id, window.first, window.last)
+    identity = window.workflow_id(paths.run_id)
+    started = time.time()
+    reference = await asyncio.to_thread(lambda: workflow.run_async(graph, workflow_id=identity))
+    await _ended(reference, paths, identity, started)
+
+
+async def _resumed(window: Window, paths: RunPaths) -> bool:
+    """True when the window was resumed and ended. False: its storage is missing, torn or disagrees; the ledger leads."""
+    identity = window.workflow_id(paths.run_id)
+    started = time.time()
+    try:
+        reference = await asyncio.to_thread(lambda: workflow.resume_async(identity))
+        await _ended(reference, paths, identity, started)
+    except _NoStageFailed as error:
+        log.warning("workflow %s cannot be resumed (%s); a new one starts from the ledger", identity, error)
+        return False
+    except (ray.exceptions.RayError, workflow.WorkflowExecutionError, OSError, ValueError) as error:
+        log.warning("workflow %s cannot be resumed (%s); a new one starts from the ledger", identity, type(error).__name__)
+        return False
+    return True
+
+
+class _NoStageFailed(RolloutError):
+    """The workflow ended badly and no stage says why: its storage is to blame."""
+
+
+async def _ended(reference: ray.ObjectRef, paths: RunPaths, identity: str, started: float) -> None:
+    try:
+        await asyncio.wrap_future(reference.future())
+    except ray.exceptions.RayError as error:
+        failure = await asyncio.to_thread(_node_failure, paths, identity, started)
+        if failure is None:
+            raise _NoStageFailed(f"workflow {identity}: {str(error).strip().splitlines()[-1]}") from error
+        raise failure from failure.__cause__
+
+
+def _node_failure(paths: RunPaths, identity: str, started: float) -> RolloutError | None:
+    """The first node's own exception. Ray Workflow keeps it beside the node's result and raises an error without a cause."""
+    files = (paths.workflow / "workflows" / identity / "tasks").glob("*/exception.pkl")
+    fresh = sorted((file for file in files if file.stat().st_mtime >= started), key=lambda file: file.stat().st_mtime)
+    for file in fresh:
+        error = ray.cloudpickle.loads(file.read_bytes())
+        found = [link for link in cause_chain(error) if isinstance(link, RolloutError)]
+        if found:
+            return found[0]
+        return StageFailed(file.parent.name, root_cause(error))
+    return None
