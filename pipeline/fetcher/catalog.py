@@ -73,13 +73,19 @@ class Catalog:
         The choice depends on the data set's own seed, so that runs of other seeds are judged by the same items.
         """
         settings = self._config.eval
-        chosen = [(shelf, _chosen(shelf, settings.items)) for shelf in self.shelves.values() if shelf.settings.evaluate]
+        chosen = [(shelf, _chosen(shelf, shelf.held_out, settings.items)) for shelf in self.shelves.values() if shelf.settings.evaluate]
         longest = max((len(items) for _, items in chosen), default=0)
         order = [(shelf, items[place]) for place in range(longest) for shelf, items in chosen if place < len(items)]
         return [
             self._task(shelf, item, ordinal, settings.n, shelf.eval_sampling, train=False)
             for ordinal, (shelf, item) in enumerate(order)
         ]
+
+    def examples(self, dataset: str, split: SplitName, count: int) -> list[Task]:
+        """At most `count` tasks of a split, in the order that evaluations use; their ordinals are only their places here."""
+        shelf = self.shelves[dataset]
+        items = _chosen(shelf, shelf.split(split), count)
+        return [self._task(shelf, item, place, 1, shelf.eval_sampling, train=False) for place, item in enumerate(items)]
 
     def shots(self, dataset: str, count: int) -> Messages:
         """`count` solved training items as user and assistant turns. Raises ConfigError when there are not as many."""
@@ -153,6 +159,6 @@ def _shelf(config: RunConfig, name: str) -> Shelf:
     )
 
 
-def _chosen(shelf: Shelf, count: int) -> list[Item]:
-    order = shuffled(len(shelf.held_out), shelf.settings.seed, shelf.name, "eval")
-    return [shelf.held_out[index] for index in order[:count]]
+def _chosen(shelf: Shelf, items: tuple[Item, ...], count: int) -> list[Item]:
+    order = shuffled(len(items), shelf.settings.seed, shelf.name, "eval")
+    return [items[index] for index in order[:count]]

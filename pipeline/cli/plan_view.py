@@ -1,0 +1,67 @@
+"""A plan as tables: sections of values with their origins, data sets, schedules, and the proof of resources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+_STYLES = {"default": "dim", "file": "", "override": "bold cyan"}
+
+
+def render(plan: dict[str, Any]) -> Iterator[RenderableType]:
+    yield Text(f"{plan['path']}: valid", style="bold green")
+    yield _values(plan["values"])
+    for name, dataset in plan["datasets"].items():
+        yield _dataset(name, dataset)
+    yield _stream(plan["stream"])
+    yield _schedules(plan["schedules"])
+
+
+def _values(values: dict[str, dict[str, Any]]) -> Table:
+    table = _table("", "value", "from")
+    for _, keys in groupby(values, key=lambda key: key.partition(".")[0]):
+        for key in keys:
+            entry = values[key]
+            table.add_row(key, _text(entry["value"]), entry["origin"], style=_STYLES[entry["origin"]])
+        table.add_section()
+    return table
+
+
+def _dataset(name: str, dataset: dict[str, Any]) -> Table:
+    table = _table(f"data set {name}", "value", "from")
+    facts = ("train", "held_out", "share", "spec", "agent", "verifiers", "teacher")
+    for key in facts:
+        table.add_row(key, _text(dataset[key]), "")
+    for cascade in ("sampling", "eval_sampling", "stopping"):
+        table.add_section()
+        for field, entry in dataset[cascade].items():
+            style = "dim" if entry["origin"] == "built-in" else ""
+            table.add_row(f"{cascade}.{field}", _text(entry["value"]), entry["origin"], style=style)
+    return table
+
+
+def _stream(stream: dict[str, Any]) -> Text:
+    line = f"{stream['groups']} groups of {stream['samples_per_group']} samples; the buffer holds {stream['capacity']} groups"
+    if stream["ends_at_step"] is not None:
+        line += f"; the data ends in step {stream['ends_at_step']}: {stream['limit']} groups in all"
+    return Text(line, style="yellow" if stream["ends_at_step"] is not None else "")
+
+
+def _schedules(steps: list[dict[str, float]]) -> Table:
+    table = _table(*steps[0])
+    for row in steps:
+        table.add_row(*(f"{value:.6g}" for value in row.values()))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
+
+
+def _text(value: Any) -> Text:
+    return Text("-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value))

@@ -1,0 +1,148 @@
+"""Where runs lie, what they are called, and how the folder of one begins.
+
+Invariant: a run folder is claimed by exactly one caller, and once `config.yaml` is in it, it holds every input file and module
+that the run needs: it can be moved.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.config.loading import Loaded, load
+from pipeline.config.schema import RunConfig
+from pipeline.errors import UserError
+from pipeline.importing import add_code_folder, is_reference
+from pipeline.paths import RunPaths
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def run_root(runs_dir: Path | None, environment: Mapping[str, str] = os.environ) -> Path:
+    """`--runs-dir`, else ROLLOUT_RUNS, else ./runs; absolute."""
+    return (runs_dir or Path(environment.get("ROLLOUT_RUNS") or "runs")).expanduser().resolve()
+
+
+def new_run_id(name: str, now: datetime) -> str:
+    """`<name>-<yyyymmdd>-<hhmmss>-<4 hex>`; characters that an id may not have become dashes."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:40] or "run"
+    return f"{stem}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def check_run_id(run_id: str) -> str:
+    if not _RUN_ID.fullmatch(run_id):
+        raise UserError(f"run id {run_id!r} is not valid: 1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit")
+    return run_id
+
+
+def read_config(path: Path, overrides: list[str] | None = None) -> Loaded:
+    """Load a configuration and let its own modules be imported: from beside it, or from a run's `code` folder."""
+    loaded = load(path, overrides or ())
+    for folder in (path.resolve().parent, path.resolve().parent / "code"):
+        if folder.is_dir():
+            add_code_folder(folder)
+    return loaded
+
+
+def create_run_folder(root: Path, loaded: Loaded, run_id: str | None, now: datetime) -> RunPaths:
+    """Claim `<root>/<id>` and fill it. The id: `run_id`, else `run.id`, else generated. Raises UserError if it exists."""
+    config = loaded.config
+    run_id = check_run_id(run_id or config.run.id or new_run_id(config.run.name, now))
+    paths = RunPaths(root / run_id)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        paths.root.mkdir()
+    except FileExistsError:
+        raise UserError(
+            f"run {run_id!r} exists already in {root}: choose another --run-id, or go on with `rollout resume {run_id}`"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{paths.root} cannot be made: {error.strerror}; choose another --runs-dir") from error
+    data = config.model_dump(mode="json")
+    data["run"]["id"] = run_id
+    _copy_inputs(config, data, paths)
+    _copy_modules(config, loaded.path.resolve().parent, paths)
+    _write(paths.config, yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
+    return paths
+
+
+def find_run(root: Path, run: str) -> RunPaths:
+    """A run by id, or by the path of its folder. Raises UserError, naming the nearest id."""
+    paths = RunPaths(root / run)
+    if not _RUN_ID.fullmatch(run) or not paths.root.is_dir():
+        elsewhere = RunPaths(Path(run).expanduser().resolve())
+        paths = elsewhere if elsewhere.config.is_file() else paths
+    if paths.config.is_file():
+        return paths
+    if paths.root.is_dir() and _RUN_ID.fullmatch(run):
+        raise UserError(f"run {run!r} in {root} has no config.yaml: it was stopped before it began; remove {paths.root}")
+    known = [found.run_id for found in list_runs(root)]
+    close = difflib.get_close_matches(run, known, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else f"; there are {len(known)} runs" if known else "; there are no runs"
+    raise UserError(f"no run {run!r} in {root}{hint}")
+
+
+def list_runs(root: Path) -> list[RunPaths]:
+    """Runs that have begun, the newest first."""
+    if not root.is_dir():
+        return []
+    found = [RunPaths(entry) for entry in root.iterdir() if not entry.name.startswith(".")]
+    begun = [(paths.config.stat().st_mtime, paths) for paths in found if paths.config.is_file()]
+    return [paths for _, paths in sorted(begun, key=lambda pair: (-pair[0], pair[1].run_id))]
+
+
+def _copy_inputs(config: RunConfig, data: dict[str, Any], paths: RunPaths) -> None:
+    for name, dataset in config.datasets.items():
+        if dataset.path is None:
+            continue
+        if not dataset.path.is_file():
+            shutil.rmtree(paths.root)
+            raise UserError(f"datasets.{name}.path {dataset.path}: no such file")
+        paths.data.mkdir(exist_ok=True)
+        target = paths.data / (re.sub(r"[^A-Za-z0-9._-]", "_", name) + dataset.path.suffix)
+        shutil.copyfile(dataset.path, target)
+        data["datasets"][name]["path"] = target.relative_to(paths.root).as_posix()
+
+
+def _copy_modules(config: RunConfig, folder: Path, paths: RunPaths) -> None:
+    """Copy the configuration's own modules, when it names any that lie beside it: all its *.py files and the named packages."""
+    tops = {reference.partition(":")[0].partition(".")[0] for reference in _references(config)}
+    packages = {top for top in tops if (folder / top / "__init__.py").is_file()}
+    if not packages and not any((folder / f"{top}.py").is_file() for top in tops):
+        return
+    paths.code.mkdir()
+    for module in folder.glob("*.py"):
+        shutil.copyfile(module, paths.code / module.name)
+    for package in packages:
+        shutil.copytree(folder / package, paths.code / package, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def _references(config: RunConfig) -> list[str]:
+    names = [config.rollout.strategy, config.rollout.filters.custom, *(spec.agent for spec in config.specs)]
+    for dataset in config.datasets.values():
+        names += [dataset.source, dataset.verifier]
+    return [name for name in names if name is not None and is_reference(name)]
+
+
+def _write(path: Path, text: str) -> None:
+    """Atomic and durable: the file is there as a whole, or not at all."""
+    aside = path.with_suffix(".tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
