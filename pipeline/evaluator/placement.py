@@ -54,7 +54,7 @@ class PlacementPool:
         return self._take(per_sample, need, count)
 
     async def acquire(self, budget: Resource, per_sample: Resource, max_tokens: int) -> list[PlacementToken]:
-        """As `try_acquire_batch`, and waits: in order of arrival, narrower batches fill gaps until the oldest is overdue."""
+        """As `try_acquire_batch`, and waits: the widest that fits goes first, until the oldest is overdue and goes next."""
         need, count = self._demand(budget, per_sample, max_tokens)
         future: asyncio.Future[list[PlacementToken]] = asyncio.get_running_loop().create_future()
         self._arrivals += 1
@@ -138,22 +138,26 @@ class PlacementPool:
         return tokens
 
     def _admit(self) -> None:
-        """Hand out what can be handed out, oldest first; once the oldest is overdue, to it alone."""
+        """Overdue batches first, oldest first, and nobody else while one of them waits; then the widest, which pack best."""
+        while (oldest := self._oldest()) is not None and self._overdue(oldest):
+            if not self._grant(self._shape_of(oldest)):
+                return
         refused: set[tuple[Units, int]] = set()
         while len(refused) < len(self._lines):
-            key = min(self._lines.keys() - refused, key=lambda shape: self._lines[shape][0].number)
-            waiter = self._lines[key][0]
-            if waiter.future.done():  # cancelled, and its task has not run yet
-                self._leave(key, waiter)
-                continue
-            tokens = self._take(waiter.per_sample, *key)
-            if tokens is not None:
-                self._leave(key, waiter)
-                waiter.future.set_result(tokens)
-            elif not refused and self._overdue(waiter):
-                return
-            else:
-                refused.add(key)
+            shape = min(self._lines.keys() - refused, key=lambda shape: (-shape[1], self._lines[shape][0].number))
+            if not self._grant(shape):
+                refused.add(shape)
+
+    def _grant(self, shape: tuple[Units, int]) -> bool:
+        """Give the first of a line its tokens, if they are there; one whose task was cancelled just leaves."""
+        waiter = self._lines[shape][0]
+        if waiter.future.done():
+            return self._leave(shape, waiter)
+        tokens = self._take(waiter.per_sample, *shape)
+        if tokens is None:
+            return False
+        waiter.future.set_result(tokens)
+        return self._leave(shape, waiter)
 
     def _leave(self, key: tuple[Units, int], waiter: _Waiter) -> bool:
         """False when the waiter had left before."""
@@ -167,6 +171,9 @@ class PlacementPool:
 
     def _oldest(self) -> _Waiter | None:
         return min((line[0] for line in self._lines.values()), key=lambda waiter: waiter.number, default=None)
+
+    def _shape_of(self, head: _Waiter) -> tuple[Units, int]:
+        return next(shape for shape, line in self._lines.items() if line[0] is head)
 
     def _overdue(self, waiter: _Waiter) -> bool:
         return self._clock() - waiter.since > self._patience_s
