@@ -5,6 +5,8 @@ An agent is made for one sample and lives for one sample: init -> run -> verify 
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -70,6 +72,10 @@ class Episode:
     context: StepContext
     student: Generator
     renderer: Renderer
+    attempt: int = 0
+    """Failed attempts of the ordinal before this one: part of names that must be new for each try (a sandbox's)."""
+    offload: Callable[..., Awaitable[Any]] = asyncio.to_thread
+    """Runs blocking work outside the event loop: `await offload(function, *arguments)`."""
 
 
 class Agent(Protocol):

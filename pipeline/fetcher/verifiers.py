@@ -88,9 +88,10 @@ class GymVerifier:
         if key not in self._generators:
             self._generators[key] = make_generator(origin["generator"], origin["params"], seed=origin["seed"], size=origin["size"])
         generator = self._generators[key]
-        if self._entry is None or self._entry[0] != (key, origin["index"]):
-            self._entry = ((key, origin["index"]), generator[origin["index"]])
-        return float(generator.score_answer(text.strip(), self._entry[1]))
+        entry = self._entry  # a local name: another thread may replace the kept one meanwhile
+        if entry is None or entry[0] != (key, origin["index"]):
+            entry = self._entry = ((key, origin["index"]), generator[origin["index"]])
+        return float(generator.score_answer(text.strip(), entry[1]))
 
 
 def _answer(task: Task) -> str:
