@@ -172,6 +172,10 @@ class BufferClient(Protocol):
         """A complete checkpoint covers all consumed steps <= checkpoint_step: consumed -> trained."""
         ...
 
+    async def forget_checkpoint(self, checkpoint_step: int) -> None:
+        """That checkpoint was found torn: retention no longer counts on it. Its groups stay trained."""
+        ...
+
     async def steps(self) -> dict[str, Any]:
         """`{trained_step, checkpoint_step, checkpoint_path, results: {step: metrics}, selections: {step: [ordinals]}}`
         where trained_step is the newest recorded step and selections holds the steps after the last but one checkpoint."""

@@ -1,0 +1,170 @@
+"""Rows and produced fields: what a group holds, and when it is ready.
+
+Invariant: rows, fields and state change together. A group is ready when nothing of what its task needs is missing; the buffer
+knows fields by name only, and no stage.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+
+from pipeline.buffer import codec
+from pipeline.buffer.api import Attempt, BacklogItem
+from pipeline.buffer.ledger import Ledger, Refusal
+from pipeline.errors import DataError, LateCommit, RolloutError
+from pipeline.records import Column, Group, Sample
+
+ROWS = "rows"
+
+
+@dataclass(slots=True)
+class Payload:
+    """Encoded bytes on their way into the store; `segment` and `offset` are set once a segment holds them."""
+
+    ordinal: int
+    name: str
+    data: bytes
+    sha256: str
+    segment: int | None = None
+    offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedColumn:
+    column: Column
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedGroup:
+    group: Group
+    rows: Payload
+    columns: tuple[EncodedColumn, ...]
+
+
+def encode_group(group: Group) -> EncodedGroup:
+    _check_columns(group)
+    columns = tuple(encode_column(column) for column in group.columns.values())
+    return EncodedGroup(group, _payload(group.ordinal, ROWS, codec.encode_group(group)), columns)
+
+
+def encode_column(column: Column) -> EncodedColumn:
+    return EncodedColumn(column, _payload(column.ordinal, f"field:{column.name}", codec.encode_column(column)))
+
+
+def encode_sample(ordinal: int, sample: Sample) -> Payload:
+    return _payload(ordinal, f"sample:{sample.sample_id}", codec.encode_sample(sample))
+
+
+def commit(ledger: Ledger, attempt: Attempt, encoded: EncodedGroup) -> bool | Refusal:
+    """See BufferClient.commit. Fields that the group brings along are produced in the same transaction."""
+    group = encoded.group
+    named = (group.ordinal, group.attempt)
+    if named != (attempt.ordinal, attempt.number):
+        raise RolloutError(f"group of (ordinal, attempt) {named} committed by attempt {(attempt.ordinal, attempt.number)}")
+    row = ledger.ordinal(attempt.ordinal)
+    if row["committed"] == attempt.number:
+        return False
+    if not _current(ledger, row, attempt):
+        return _late(ledger, row, attempt)
+    if group.step != row["step"]:
+        raise RolloutError(f"ordinal {group.ordinal} belongs to step {row['step']}, its group says step {group.step}")
+    missing = [name for name in group.task.needs if name not in group.columns]
+    now = ledger.clock()
+    ledger.end(row, attempt.number, "committed", None)
+    ledger.move(
+        group.ordinal, "running", "written" if missing else "ready", committed=attempt.number, rows_sha256=encoded.rows.sha256,
+        weight_version=group.weight_version, dataset=group.task.dataset, teacher=group.task.teacher, rows=len(group.samples),
+        tokens=group.tokens(), written_at=now,
+    )  # fmt: skip
+    ledger.remove_payloads(group.ordinal)  # durable samples of the unfinished group
+    _store(ledger, encoded.rows)
+    for column in encoded.columns:
+        _produce(ledger, column)
+    ledger.db.executemany("INSERT INTO missing VALUES (?, ?)", [(name, group.ordinal) for name in missing])
+    return True
+
+
+def mark_produced(ledger: Ledger, columns: list[EncodedColumn]) -> dict[int, str]:
+    return {column.column.ordinal: _mark(ledger, column) for column in columns}
+
+
+def _mark(ledger: Ledger, column: EncodedColumn) -> str:
+    ordinal, name = column.column.ordinal, column.column.name
+    row = ledger.one("SELECT state FROM ordinals WHERE ordinal = ?", ordinal)
+    if row is None or row["state"] in ("pending", "running"):
+        return "unknown"
+    if row["state"] == "dropped":
+        return "late"
+    if ledger.one("SELECT 1 FROM fields WHERE ordinal = ? AND name = ?", ordinal, name) is not None:
+        return "repeated"
+    if row["state"] not in ("written", "ready"):
+        return "late"
+    _produce(ledger, column)
+    ledger.db.execute("DELETE FROM missing WHERE ordinal = ? AND name = ?", (ordinal, name))
+    if row["state"] == "written" and ledger.one("SELECT 1 FROM missing WHERE ordinal = ?", ordinal) is None:
+        ledger.move(ordinal, "written", "ready")
+    return "produced"
+
+
+def store_sample(ledger: Ledger, attempt: Attempt, payload: Payload) -> None:
+    row = ledger.ordinal(attempt.ordinal)
+    if not _current(ledger, row, attempt):
+        raise LateCommit(f"attempt {attempt.number} of ordinal {attempt.ordinal} is over: its sample is not kept")
+    _store(ledger, payload)
+
+
+def backlog(db: sqlite3.Connection, field_name: str, limit: int) -> list[BacklogItem]:
+    rows = db.execute(
+        "SELECT ordinal, step, dataset, teacher, rows, tokens, written_at FROM missing JOIN ordinals USING (ordinal)"
+        " WHERE name = ? ORDER BY step, written_at, ordinal LIMIT ?",
+        (field_name, limit),
+    )
+    return [BacklogItem(**row) for row in map(dict, rows)]
+
+
+def _current(ledger: Ledger, row: sqlite3.Row, attempt: Attempt) -> bool:
+    return row["state"] == "running" and row["attempt"] == attempt.number and attempt.epoch == ledger.run_epoch
+
+
+def _late(ledger: Ledger, row: sqlite3.Row, attempt: Attempt) -> Refusal:
+    first = ledger.db.execute(
+        "UPDATE attempts SET late = 1 WHERE ordinal = ? AND number = ? AND late = 0", (attempt.ordinal, attempt.number)
+    )
+    if first.rowcount:
+        ledger.db.execute("UPDATE ordinals SET late = late + 1 WHERE ordinal = ?", (attempt.ordinal,))
+    return Refusal(
+        LateCommit(
+            f"attempt {attempt.number} of ordinal {attempt.ordinal} (run epoch {attempt.epoch}) is over: the ordinal is"
+            f" {row['state']}, its newest attempt {row['attempt']}, the run epoch {ledger.run_epoch}"
+        )
+    )
+
+
+def _produce(ledger: Ledger, encoded: EncodedColumn) -> None:
+    column = encoded.column
+    _store(ledger, encoded.payload)
+    ledger.db.execute(
+        "INSERT INTO fields VALUES (?, ?, ?, ?, ?)",
+        (column.ordinal, column.name, column.producer, column.digest, ledger.clock()),
+    )
+
+
+def _store(ledger: Ledger, payload: Payload) -> None:
+    inline = payload.data if payload.segment is None else None
+    ledger.db.execute(
+        "INSERT OR REPLACE INTO payloads (ordinal, name, sha256, length, segment, offset, data) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (payload.ordinal, payload.name, payload.sha256, len(payload.data), payload.segment, payload.offset, inline),
+    )
+
+
+def _payload(ordinal: int, name: str, data: bytes) -> Payload:
+    return Payload(ordinal, name, data, codec.digest(data))
+
+
+def _check_columns(group: Group) -> None:
+    """Columns that a group brings along must be its own."""
+    for name, column in group.columns.items():
+        if (name, group.ordinal) != (column.name, column.ordinal):
+            raise DataError(f"group {group.ordinal} holds column {column.name!r} of ordinal {column.ordinal} under {name!r}")

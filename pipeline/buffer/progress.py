@@ -1,0 +1,108 @@
+"""Training results, checkpoints, retention, and what the run says of itself.
+
+Invariant: rows stay until the last but one complete checkpoint covers them (a torn newest one falls back to it), and then for
+`keep_groups` more groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+from typing import Any
+
+import numpy as np
+
+from pipeline.buffer.api import StageReport
+from pipeline.buffer.ledger import Ledger
+from pipeline.buffer.schema import set_meta
+
+
+def record_step(ledger: Ledger, step: int, metrics: dict[str, Any]) -> None:
+    """Repeating it changes nothing: a replay reports the result that was recorded first."""
+    ledger.db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?)", (step, json.dumps(metrics, default=_plain), ledger.clock()))
+
+
+def mark_trained(ledger: Ledger, checkpoint_step: int, path: str) -> None:
+    """The checkpoint is complete on disk before this is called; retention follows in the same transaction."""
+    ledger.db.execute(
+        "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?)", (checkpoint_step, path, ledger.writer_epoch, ledger.clock())
+    )
+    ledger.db.execute("UPDATE ordinals SET state = 'trained' WHERE state = 'consumed' AND consumed_step <= ?", (checkpoint_step,))
+    evict(ledger)
+
+
+def forget_checkpoint(ledger: Ledger, checkpoint_step: int) -> None:
+    """A checkpoint was found torn: it no longer counts for retention. What was trained stays trained."""
+    ledger.db.execute("DELETE FROM checkpoints WHERE step = ?", (checkpoint_step,))
+
+
+def evict(ledger: Ledger) -> int:
+    """Remove rows that neither resume nor `keep_groups` wants; returns the groups whose rows went."""
+    if ledger.settings.keep_groups is None:
+        return 0
+    rows = ledger.all(
+        "SELECT ordinal FROM payloads JOIN ordinals USING (ordinal)"
+        " WHERE name = 'rows' AND state = 'trained' AND consumed_step <= ?"
+        " ORDER BY consumed_step DESC, ordinal DESC LIMIT -1 OFFSET ?",
+        safe_step(ledger.db),
+        ledger.settings.keep_groups,
+    )
+    for row in rows:
+        ledger.remove_payloads(row["ordinal"])
+    return len(rows)
+
+
+def collect(ledger: Ledger) -> int:
+    """`evict`, and another look for free segments, whatever is found."""
+    ledger.sweep = True
+    return evict(ledger)
+
+
+def safe_step(db: sqlite3.Connection) -> int:
+    """Step of the last but one complete checkpoint; 0 (nothing is safe) before there are two."""
+    rows = db.execute("SELECT step FROM checkpoints ORDER BY step DESC LIMIT 2").fetchall()
+    return rows[1]["step"] if len(rows) == 2 else 0
+
+
+def steps(db: sqlite3.Connection) -> dict[str, Any]:
+    """See BufferClient.steps."""
+    newest = db.execute("SELECT step, path FROM checkpoints ORDER BY step DESC LIMIT 1").fetchone()
+    selections = db.execute("SELECT step, ordinals FROM selections WHERE step > ? ORDER BY step", (safe_step(db),))
+    return {
+        "trained_step": trained_step(db),
+        "checkpoint_step": newest["step"] if newest else 0,
+        "checkpoint_path": newest["path"] if newest else None,
+        "results": results(db),
+        "selections": {row["step"]: json.loads(row["ordinals"]) for row in selections},
+    }
+
+
+def trained_step(db: sqlite3.Connection) -> int:
+    return db.execute("SELECT coalesce(max(step), 0) FROM results").fetchone()[0]
+
+
+def results(db: sqlite3.Connection) -> dict[int, dict[str, Any]]:
+    return {row["step"]: json.loads(row["metrics"]) for row in db.execute("SELECT step, metrics FROM results ORDER BY step")}
+
+
+def report_stage(ledger: Ledger, report: StageReport) -> None:
+    ledger.db.execute(
+        "INSERT OR REPLACE INTO stages VALUES (?, ?, ?)",
+        (report.stage, json.dumps(dataclasses.asdict(report), default=_plain), ledger.clock()),
+    )
+
+
+def set_run(ledger: Ledger, state: str, error: str | None, facts: dict[str, Any]) -> None:
+    set_meta(ledger.db, "state", state)
+    set_meta(ledger.db, "error", error)
+    for key, value in facts.items():
+        set_meta(ledger.db, f"fact:{key}", value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"cannot record a {type(value).__name__}: {value!r:.80}")

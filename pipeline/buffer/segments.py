@@ -1,0 +1,146 @@
+"""Append-only, checksummed files for large rows.
+
+Invariant: a place is handed to the ledger only after `sync`; a file is written by the one writer that created it and never
+again after it was closed, so that a torn tail (of a crash, of a full disk) is bytes that no one refers to.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import struct
+from pathlib import Path
+
+from pipeline.errors import StoreCorrupt
+
+_HEADER = struct.Struct("<4sQ32s")
+_MAGIC = b"RSG1"
+
+
+class Segments:
+    """One writer's segments. Not thread-safe: the writer thread owns it; reading needs only `read_record`."""
+
+    def __init__(self, folder: Path, roll_bytes: int) -> None:
+        self._folder = folder
+        self._roll_bytes = roll_bytes
+        self._file: int | None = None
+        self._number = 0
+        self._size = 0
+        self._dirty = False
+
+    def append(self, data: bytes, sha256: str) -> tuple[int, int]:
+        """Write a record; returns (segment, offset). Durable only after `sync`. Raises OSError."""
+        if self._file is not None and self._size >= self._roll_bytes:
+            self._roll()
+        if self._file is None:
+            self._create()
+        header = _HEADER.pack(_MAGIC, len(data), bytes.fromhex(sha256))
+        try:
+            _write_all(self._file, self._size, header)
+            _write_all(self._file, self._size + len(header), data)
+        except OSError:
+            self._abandon()
+            raise
+        offset = self._size
+        self._size += len(header) + len(data)
+        self._dirty = True
+        return self._number, offset
+
+    def sync(self) -> None:
+        if self._file is not None and self._dirty:
+            try:
+                os.fdatasync(self._file)
+            except OSError:
+                self._abandon()
+                raise
+            self._dirty = False
+
+    def remove_unused(self, used: set[int]) -> int:
+        """Delete whole segments that nothing refers to, except the open one; returns the bytes freed."""
+        freed = 0
+        for path in self._folder.glob("*.seg"):
+            number = int(path.stem)
+            if number not in used and not (number == self._number and self._file is not None):
+                freed += path.stat().st_size
+                path.unlink()
+        return freed
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._roll()
+
+    def _roll(self) -> None:
+        self.sync()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _create(self) -> None:
+        self._folder.mkdir(exist_ok=True)
+        number = max((int(path.stem) for path in self._folder.glob("*.seg")), default=0)
+        while self._file is None:  # another writer that lives on may take a number at the same time
+            number += 1
+            try:
+                self._file = os.open(segment_path(self._folder, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            except FileExistsError:
+                continue
+        self._number, self._size, self._dirty = number, 0, False
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _abandon(self) -> None:
+        """After a failed write or sync the file's tail cannot be trusted: cut it, and go on in a new file."""
+        assert self._file is not None
+        try:
+            os.ftruncate(self._file, self._size)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+                raise
+        finally:
+            os.close(self._file)
+            self._file = None
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.seg"
+
+
+def read_record(folder: Path, number: int, offset: int, length: int, sha256: str) -> bytearray:
+    """Raises StoreCorrupt when the bytes are not those that were written, FileNotFoundError when the segment is gone."""
+    path = segment_path(folder, number)
+    record = bytearray(_HEADER.size + length)
+    file = os.open(path, os.O_RDONLY)
+    try:
+        got = _read_all(file, offset, memoryview(record))
+    finally:
+        os.close(file)
+    if got != len(record):
+        raise StoreCorrupt(f"{path} ends at byte {offset + got}, wanted {offset + len(record)}")
+    magic, stored_length, stored_sha256 = _HEADER.unpack_from(record)
+    data = record[_HEADER.size :]
+    if magic != _MAGIC or stored_length != length or stored_sha256.hex() != sha256:
+        raise StoreCorrupt(f"{path}: the record at byte {offset} is not the one that the ledger names")
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise StoreCorrupt(f"{path}: the record at byte {offset} has another checksum than was written")
+    return data
+
+
+def _write_all(file: int, offset: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _read_all(file: int, offset: int, view: memoryview) -> int:
+    done = 0
+    while done < len(view):
+        count = os.preadv(file, [view[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
