@@ -20,9 +20,9 @@ def make_teacher(
     runs_dir: RunsDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    from pipeline.cli.runs import read_config
+    from pipeline.config.loading import open_config
 
-    settings = read_config(config, overrides).config
+    settings = open_config(config, overrides or ()).config
     aliases = _aliases(list(settings.teachers), alias)
     del aliases, runs_dir, as_json
     raise NotImplementedError

@@ -7,6 +7,9 @@ from typing import Any
 
 import typer
 
+PIPED_WIDTH = 200
+"""Columns of what goes to a file or a pipe, where nothing says how wide a line may be."""
+
 
 def echo_json(value: dict[str, Any]) -> None:
     """Paths and other values that JSON lacks become text."""
@@ -18,5 +21,7 @@ def show(*renderables: Any) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
     for renderable in renderables:
         console.print(renderable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -21,9 +22,9 @@ def register(app: typer.Typer) -> None:
 
 def plan(config: ConfigArgument, overrides: OverridesArgument = None, as_json: JsonOption = False) -> None:
     from pipeline.cli.output import echo_json, show
-    from pipeline.cli.runs import read_config
+    from pipeline.config.loading import open_config
 
-    made = make_plan(read_config(config, overrides))
+    made = make_plan(open_config(config, overrides or ()))
     if as_json:
         echo_json(made)
     else:
@@ -40,21 +41,18 @@ def make_plan(loaded: Loaded) -> dict[str, Any]:
     config = loaded.config
     catalog = check_names(config)
     values = flatten(config)
-    plain = flatten_plain(values)
     return {
         "path": str(loaded.path),
-        "values": {key: {"value": plain[key], "origin": loaded.origins[key]} for key in values},
+        "values": {key: {"value": _plain(value), "origin": loaded.origins[key]} for key, value in values.items()},
         "datasets": {name: _dataset(config, catalog, name) for name in config.datasets},
         "stream": _stream(config, catalog),
         "schedules": [_step(config, step) for step in _steps(config.trainer.steps)],
+        "resources": _resources(config),
     }
 
 
-def flatten_plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Leaf values as JSON has them."""
-    from pathlib import Path
-
-    return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
 
 
 def _dataset(config: RunConfig, catalog: Catalog, name: str) -> dict[str, Any]:
@@ -91,6 +89,16 @@ def _stream(config: RunConfig, catalog: Catalog) -> dict[str, Any]:
         "ends_at_step": None if limit is None or limit >= wanted else -(-limit // config.rollout.tasks_per_step),
         "capacity": config.capacity,
     }
+
+
+def _resources(config: RunConfig) -> dict[str, Any] | None:
+    """The start-up proof on this machine; None for a cluster elsewhere, which is asked when the run starts."""
+    from pipeline.evaluator.admission import prove
+    from pipeline.evaluator.machine import this_machine
+
+    if config.run.ray.address is not None:
+        return None
+    return prove(config, this_machine(config.run.ray)).as_dict()
 
 
 def _steps(last: int) -> list[int]:

@@ -20,6 +20,7 @@ def render(plan: dict[str, Any]) -> Iterator[RenderableType]:
         yield _dataset(name, dataset)
     yield _stream(plan["stream"])
     yield _schedules(plan["schedules"])
+    yield from _resources(plan["resources"])
 
 
 def _values(values: dict[str, dict[str, Any]]) -> Table:
@@ -57,6 +58,21 @@ def _schedules(steps: list[dict[str, float]]) -> Table:
     for row in steps:
         table.add_row(*(f"{value:.6g}" for value in row.values()))
     return table
+
+
+def _resources(proof: dict[str, Any] | None) -> Iterator[RenderableType]:
+    if proof is None:
+        yield Text("resources: proved when the run starts, by what the cluster at run.ray.address reports")
+        return
+    table = _table("asked of Ray", "count", "cpu", "gpu", "memory GB")
+    for line in (*proof["lines"], proof["total"], proof["machine"], proof["remaining"]):
+        count = line["count"]
+        amounts = (f"{line[key] * count:.6g}" for key in ("cpu", "gpu", "memory_gb"))
+        table.add_row(line["who"], str(count), *amounts, end_section=line is proof["lines"][-1])
+    yield table
+    for name, tokens in proof["tokens"].items():
+        held = "any number" if tokens["held"] is None else tokens["held"]
+        yield Text(f"spec {name}: a batch asks for {tokens['asked']} tokens, the empty pool holds {held}: admitted", style="green")
 
 
 def _table(*columns: str) -> Table:

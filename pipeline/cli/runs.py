@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.loading import Loaded, load
+from pipeline.config.loading import Loaded
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
-from pipeline.importing import add_code_folder, is_reference
+from pipeline.importing import is_reference
 from pipeline.paths import RunPaths
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -42,15 +42,6 @@ def check_run_id(run_id: str) -> str:
     if not _RUN_ID.fullmatch(run_id):
         raise UserError(f"run id {run_id!r} is not valid: 1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit")
     return run_id
-
-
-def read_config(path: Path, overrides: list[str] | None = None) -> Loaded:
-    """Load a configuration and let its own modules be imported: from beside it, or from a run's `code` folder."""
-    loaded = load(path, overrides or ())
-    for folder in (path.resolve().parent, path.resolve().parent / "code"):
-        if folder.is_dir():
-            add_code_folder(folder)
-    return loaded
 
 
 def create_run_folder(root: Path, loaded: Loaded, run_id: str | None, now: datetime) -> RunPaths:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pipeline.config.faults import describe
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
+from pipeline.importing import add_code_folder
 
 Origin = Literal["default", "file", "override"]
 
@@ -41,6 +42,19 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {line}" for line in describe(error, RunConfig))) from None
     return Loaded(config, _origins(config, said, overridden), path)
+
+
+def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Load a configuration and let its own modules be imported, from beside it or from a run's `code` folder.
+
+    Every process that makes something named by `module:attribute` begins with this.
+    """
+    loaded = load(path, overrides)
+    beside = loaded.path.resolve().parent
+    add_code_folder(beside)
+    if (beside / "code").is_dir():
+        add_code_folder(beside / "code")
+    return loaded
 
 
 def dump(config: RunConfig) -> str:

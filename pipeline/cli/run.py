@@ -1,0 +1,104 @@
+"""`rollout run CONFIG` and `rollout resume RUN`. Everything that needs Ray is behind workflows.run, imported in the command."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeline.cli.options import ConfigArgument, OverridesArgument, RunIdOption, RunsDirOption
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import RunConfig
+    from pipeline.paths import RunPaths
+
+
+def register(app: typer.Typer) -> None:
+    app.command("run", help="Run a configuration; kill it whenever you like, `rollout resume` goes on.")(run)
+    app.command("resume", help="Go on with a run that was stopped, killed, or failed.")(resume)
+
+
+def run(
+    config: ConfigArgument, overrides: OverridesArgument = None, run_id: RunIdOption = None, runs_dir: RunsDirOption = None
+) -> int:
+    started = time.time()
+    from pipeline.buffer.schema import create_run
+    from pipeline.cli.runs import create_run_folder, read_config, run_root
+    from pipeline.evaluator.admission import prove
+    from pipeline.evaluator.machine import this_machine
+    from pipeline.fetcher.catalog import Catalog
+
+    loaded = read_config(config, overrides)
+    prove(loaded.config, this_machine(loaded.config.run.ray))
+    Catalog(loaded.config)
+    paths = create_run_folder(run_root(runs_dir), loaded, run_id, datetime.now())
+    typer.echo(f"run {paths.run_id} {paths.root}")
+    create_run(paths, {"steps": loaded.config.trainer.steps, "started_at": started})
+    return drive(paths, read_config(paths.config).config, started)
+
+
+def resume(
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Id or folder of a run.", show_default=False)] = None,
+    overrides: OverridesArgument = None,
+    every: Annotated[bool, typer.Option("--all", help="Every run that is not finished, one after the other.")] = False,
+    runs_dir: RunsDirOption = None,
+) -> int:
+    started = time.time()
+    from pipeline.cli.runs import find_run, list_runs, run_root
+    from pipeline.errors import UserError
+
+    root = run_root(runs_dir)
+    if every == (run is not None):
+        raise UserError("give one RUN to resume, or --all")
+    chosen = [find_run(root, run)] if run is not None else [paths for paths in reversed(list_runs(root)) if not _finished(paths)]
+    codes = [_resume(paths, overrides or [], started) for paths in chosen]
+    return max(codes, default=0)
+
+
+def _resume(paths: RunPaths, overrides: list[str], started: float) -> int:
+    from pipeline.buffer.schema import create_run
+    from pipeline.cli.runs import read_config
+
+    typer.echo(f"run {paths.run_id} {paths.root}")
+    if not paths.database.exists():
+        create_run(paths, {"started_at": started})
+    config = read_config(paths.config).config
+    return drive(paths, changed_config(paths, config, overrides), started)
+
+
+def changed_config(paths: RunPaths, config: RunConfig, overrides: list[str]) -> RunConfig:
+    """The run's configuration with what may be changed on resume. Raises ConfigError, showing the difference, for anything else."""
+    if not overrides:
+        return config
+    from pipeline.cli.runs import read_config, rewrite_config
+    from pipeline.config.differences import refuse_changes
+
+    wanted = read_config(paths.config, overrides).config
+    refuse_changes(config, wanted)
+    rewrite_config(paths, wanted)
+    return wanted
+
+
+def drive(paths: RunPaths, config: RunConfig, started: float) -> int:
+    from rich.console import Console
+
+    from pipeline.buffer.lock import RunLock
+    from pipeline.observe.summary import render_table
+    from workflows.run import Driver
+
+    with RunLock(paths) as lock:
+        outcome = Driver(paths, config, lock, started).run()
+    console = Console()
+    if outcome.reason:
+        console.print(outcome.reason)
+    if outcome.summary:
+        console.print(render_table(outcome.summary))
+    return outcome.exit_code
+
+
+def _finished(paths: RunPaths) -> bool:
+    from pipeline.buffer.reader import read_status
+
+    return paths.database.exists() and read_status(paths)["state"] in ("finished", "cancelled")
