@@ -1,0 +1,138 @@
+"""Plays samples where its node is. Holds nothing that outlives a call, so its death costs only what it was playing.
+
+Invariant: a call returns one sample for each index, in the order of the indices, within the sum of the phases' deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from pipeline.agents.base import Agent, Episode, Renderer
+from pipeline.agents.loading import load_agent
+from pipeline.buffer.api import Attempt
+from pipeline.config.schema import RunConfig
+from pipeline.engines.base import Engine, Version
+from pipeline.errors import AgentTimeout, ConfigError
+from pipeline.evaluator.episode import abort, play
+from pipeline.evaluator.generation import CallPolicy, GroupGenerator, SampleGenerator
+from pipeline.evaluator.spec import EvaluatorSpec, PhaseTimeouts, PlacementToken
+from pipeline.records import Sample, StepContext, Task, sample_seed
+
+log = logging.getLogger("evaluator")
+
+GRACE_S = 5.0
+"""For an agent to end after its last deadline; after that it is left behind, and its sample is aborted without it."""
+
+
+class WorkerClient(Protocol):
+    """`EvaluatorWorker` in one process, a proxy of its actor across processes.
+
+    Raises ConnectionError when the worker's process is gone.
+    """
+
+    node: str
+
+    async def run_samples(
+        self, task: Task, indices: Sequence[int], attempt: Attempt, context: StepContext, tokens: Sequence[PlacementToken]
+    ) -> list[Sample]: ...
+
+
+class EvaluatorWorker:
+    """Implements `WorkerClient`. Raises ConfigError for a spec whose agent cannot be loaded.
+
+    offload: runs blocking work (verifiers) outside the event loop.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        renderer: Renderer,
+        engine: Engine,
+        specs: dict[str, EvaluatorSpec],
+        node: str,
+        *,
+        offload: Callable[..., Awaitable[Any]] = asyncio.to_thread,
+    ) -> None:
+        self.node = node
+        self._renderer = renderer
+        self._engine = engine
+        self._specs = specs
+        self._offload = offload
+        self._makers: dict[str, Callable[[], Agent]] = {spec.task_type: load_agent(spec.agent) for spec in specs.values()}
+        self._policy = CallPolicy(config.rollout.retries.infra, config.rollout.retries.backoff_s, config.engine.call_timeout_s)
+        self._left_behind: set[asyncio.Task[Sample]] = set()
+
+    async def run_samples(
+        self, task: Task, indices: Sequence[int], attempt: Attempt, context: StepContext, tokens: Sequence[PlacementToken]
+    ) -> list[Sample]:
+        """tokens: one for each index; the caller holds them until this returns."""
+        timeouts = self._timeouts(task)
+        group = GroupGenerator(self._engine, Version(context.min_version, context.exact_version), self._policy)
+        episodes, plays = [], []
+        for index, token in zip(indices, tokens, strict=True):
+            episode, generator = self._episode(task, index, attempt, context, group, timeouts)
+            episodes.append(episode)
+            plays.append(asyncio.create_task(self._play(episode, generator, timeouts, token), name=f"{task.ordinal}.{index}"))
+        try:
+            await asyncio.wait(plays, timeout=timeouts.total_s + GRACE_S)
+        finally:
+            await self._end(plays, timeouts.cleanup_s)
+            await group.close()
+        return [self._sample(playing, episode) for playing, episode in zip(plays, episodes, strict=True)]
+
+    def _timeouts(self, task: Task) -> PhaseTimeouts:
+        spec = self._specs.get(task.task_type)
+        if spec is None:
+            raise ConfigError(f"task type {task.task_type!r} has no spec; specs cover {sorted(self._specs)}")
+        limit = task.stopping.max_seconds
+        return spec.timeouts if limit is None else replace(spec.timeouts, run_s=min(limit, spec.timeouts.run_s))
+
+    def _episode(
+        self, task: Task, index: int, attempt: Attempt, context: StepContext, group: GroupGenerator, timeouts: PhaseTimeouts
+    ) -> tuple[Episode, SampleGenerator]:
+        seed = sample_seed(task, index, attempt.failures)
+        clock = asyncio.get_running_loop().time
+        generator = SampleGenerator(group, f"{task.ordinal}.{index}", task.sampling, seed, timeouts.turn_s, clock)
+        return Episode(task, index, context, generator, self._renderer, attempt.failures, self._offload), generator
+
+    async def _play(self, episode: Episode, generator: SampleGenerator, timeouts: PhaseTimeouts, token: PlacementToken) -> Sample:
+        make_agent = self._makers[episode.task.task_type]
+        clock = asyncio.get_running_loop().time
+        return await play(make_agent, episode, timeouts, node=token.node, turns=generator.turns, clock=clock)
+
+    async def _end(self, plays: list[asyncio.Task[Sample]], cleanup_s: float) -> None:
+        """Cancel what still runs and wait for its cleanup; an agent that ignores this is kept, and named in the log."""
+        running = [playing for playing in plays if not playing.done()]
+        if not running:
+            return
+        for playing in running:
+            playing.cancel()
+        await asyncio.wait(running, timeout=cleanup_s + GRACE_S)
+        for playing in running:
+            if not playing.done():
+                log.error("sample %s ignores its cancellation", playing.get_name())
+                self._left_behind.add(playing)
+                playing.add_done_callback(self._forget)
+
+    def _forget(self, playing: asyncio.Task[Sample]) -> None:
+        self._left_behind.discard(playing)
+        if not playing.cancelled() and (error := playing.exception()) is not None:
+            log.error("sample %s ended late", playing.get_name(), exc_info=error)
+
+    def _sample(self, playing: asyncio.Task[Sample], episode: Episode) -> Sample:
+        if not playing.done():
+            fault: BaseException = AgentTimeout("the agent ignored its cancellation at the deadline")
+        elif playing.cancelled():
+            fault = asyncio.CancelledError("the agent cancelled its own task")
+        elif (error := playing.exception()) is not None:
+            log.error("sample %s", playing.get_name(), exc_info=error)
+            fault = error
+        else:
+            return playing.result()
+        sample = abort(episode, fault, "run")
+        sample.node = self.node
+        return sample
