@@ -5,39 +5,36 @@ Invariant: nothing that this module starts outlives `stop`, and every process of
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import shutil
-import sys
+import signal
 import tempfile
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 import ray
 
+from deployments.names import NAMESPACE
+from pipeline.buffer.lock import ProcessId
 from pipeline.config.training import Ray
 from pipeline.errors import ConfigError
 from pipeline.paths import RunPaths
 
 SYSTEM = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Nothing is reported home, and every port is on loopback."""
+POLL_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
-    pid: int
-    started: float
-    """Start time in seconds since the epoch: a pid alone may have been given to somebody else."""
-
-
-def start(paths: RunPaths, settings: Ray, storage: str, import_paths: list[Path]) -> None:
-    """Start (or join) Ray. Workers inherit the environment, so that a user's own modules can be imported there."""
+def start(paths: RunPaths, settings: Ray, storage: str) -> None:
+    """Start Ray. Its processes inherit the environment, so that the run's own modules can be imported there."""
     os.environ.update(SYSTEM)
-    extra = [str(path) for path in import_paths]
-    os.environ["PYTHONPATH"] = os.pathsep.join([*extra, *filter(None, [os.environ.get("PYTHONPATH", "")])])
-    common = {"storage": storage, "namespace": "rollout", "log_to_driver": False, "logging_level": logging.WARNING}
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(paths.code), *([inherited] if inherited else [])])
     if settings.address is not None:
         raise ConfigError(f"run.ray.address {settings.address!r}: joining an existing cluster is not supported yet; leave it out")
     folder = temporary_folder(paths)
@@ -49,7 +46,10 @@ def start(paths: RunPaths, settings: Ray, storage: str, import_paths: list[Path]
         num_cpus=settings.num_cpus,
         object_store_memory=settings.object_store_mb * 2**20,
         _temp_dir=str(folder),
-        **common,
+        storage=storage,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
     )
 
 
@@ -59,15 +59,10 @@ def temporary_folder(paths: RunPaths) -> Path:
     return Path(tempfile.gettempdir()) / f"rollout-{digest}"
 
 
-def processes() -> list[Process]:
+def processes() -> list[ProcessId]:
     """Everything that descends from this process: Ray's services, workers, actors and replicas."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        try:
-            found.append(Process(child.pid, child.create_time()))
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    found = (ProcessId.of(child.pid) for child in psutil.Process().children(recursive=True))
+    return [process for process in found if process is not None]
 
 
 def stop(paths: RunPaths) -> None:
@@ -78,35 +73,14 @@ def stop(paths: RunPaths) -> None:
     shutil.rmtree(temporary_folder(paths), ignore_errors=True)
 
 
-def end(victims: list[Process], grace_s: float) -> list[Process]:
-    """SIGTERM, then SIGKILL after `grace_s` seconds. Returns those that are still there."""
-    alive = [process for victim in victims if (process := _same(victim)) is not None]
-    for process in alive:
-        _signal(process, "terminate")
-    _, stubborn = psutil.wait_procs(alive, timeout=grace_s)
-    for process in stubborn:
-        _signal(process, "kill")
-    _, left = psutil.wait_procs(stubborn, timeout=grace_s)
-    return [Process(process.pid, process.create_time()) for process in left if process.is_running()]
-
-
-def _same(victim: Process) -> psutil.Process | None:
-    try:
-        process = psutil.Process(victim.pid)
-        return process if abs(process.create_time() - victim.started) < 1.0 else None
-    except psutil.NoSuchProcess:
-        return None
-
-
-def _signal(process: psutil.Process, how: str) -> None:
-    try:
-        getattr(process, how)()
-    except psutil.NoSuchProcess:
-        return
-
-
-def import_paths(config_folder: Path) -> list[Path]:
-    """Folders from which `module:attribute` names are imported in every process: where the user stands, and the configuration's."""
-    here = Path.cwd()
-    found = [here, config_folder.resolve()]
-    return [path for path in dict.fromkeys(found) if str(path) not in sys.path or path == here]
+def end(victims: Iterable[ProcessId], grace_s: float) -> list[ProcessId]:
+    """SIGTERM, then SIGKILL after `grace_s` seconds. Returns those that live on, another `grace_s` later."""
+    left = [victim for victim in victims if victim.alive()]
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        for victim in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim.pid, sign)
+        deadline = time.monotonic() + grace_s
+        while (left := [victim for victim in left if victim.alive()]) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+    return left

@@ -99,7 +99,8 @@ def _teacher(config: RunConfig, alias: str, cache: Path) -> Any:
         from pipeline.trainer.assets import tokenizer_folder
 
         return FixedCostTeacher(teacher, tokenizer_folder(config, catalog, cache))
-    from pipeline.engines.torch_engine import TorchEngine
     from pipeline.trainer.assets import teacher_folder
+
+    from pipeline.engines.torch_engine import TorchEngine
 
     return TorchEngine(teacher_folder(config, alias, catalog, cache), None, config.engine, smoothing=teacher.smoothing)

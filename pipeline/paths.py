@@ -68,6 +68,10 @@ class RunPaths:
     def details(self) -> Path:
         return self.root / "eval_details"
 
+    def evaluation(self, step: int) -> Path:
+        """The summary of the evaluation after a step: once it is there, that evaluation is done."""
+        return self.details / f"{evaluation_id(step)}.summary.json"
+
     @property
     def report(self) -> Path:
         return self.root / "report.html"
@@ -89,3 +93,8 @@ class RunPaths:
     def cache(self) -> Path:
         """Shared by all runs beside this one."""
         return self.root.parent / ".cache"
+
+
+def evaluation_id(step: int) -> str:
+    """Of the evaluation of weight version `step`: names its files and its lease on that version."""
+    return f"eval_{step:06d}"

@@ -74,7 +74,7 @@ def end_of_data(results: dict[int, dict[str, Any]]) -> int | None:
 
 
 def _evaluation_missing(config: RunConfig, paths: RunPaths, step: int) -> bool:
-    return config.evaluation_due(step) and not (paths.details / f"eval_{step:06d}.summary.json").exists()
+    return config.evaluation_due(step) and not paths.evaluation(step).exists()
 
 
 def _interrupted(facts: dict[str, Any]) -> Window | None:

@@ -72,12 +72,12 @@ def changed_config(paths: RunPaths, config: RunConfig, overrides: list[str]) -> 
     """The run's configuration with what may be changed on resume. Raises ConfigError, showing the difference, for anything else."""
     if not overrides:
         return config
-    from pipeline.cli.runs import read_config, rewrite_config
-    from pipeline.config.differences import refuse_changes
+    from pipeline.cli.runs import read_config, write_config
+    from pipeline.config.differences import changed, refuse
 
     wanted = read_config(paths.config, overrides).config
-    refuse_changes(config, wanted)
-    rewrite_config(paths, wanted)
+    refuse(changed(config, wanted), paths.run_id)
+    write_config(paths, wanted)
     return wanted
 
 
@@ -85,7 +85,7 @@ def drive(paths: RunPaths, config: RunConfig, started: float) -> int:
     from rich.console import Console
 
     from pipeline.buffer.lock import RunLock
-    from pipeline.observe.summary import render_table
+    from pipeline.observe.tables import render_table
     from workflows.run import Driver
 
     with RunLock(paths) as lock:
@@ -94,7 +94,7 @@ def drive(paths: RunPaths, config: RunConfig, started: float) -> int:
     if outcome.reason:
         console.print(outcome.reason)
     if outcome.summary:
-        console.print(render_table(outcome.summary))
+        console.print(render_table(outcome.summary, paths))
     return outcome.exit_code
 
 

@@ -1,0 +1,117 @@
+"""Places a run on Ray: the placement group, the stage actors, the workers and the engines, all started together."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+from ray import serve
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from deployments.batcher import BatcherActor
+from deployments.calls import unwrap
+from deployments.engines import StudentEngine, TeacherEngine
+from deployments.evaluator_pool import EvaluatorPoolActor
+from deployments.evaluator_worker import EvaluatorWorkerActor
+from deployments.fetcher import FetcherActor
+from deployments.hosting import OPTIONS, StageActor
+from deployments.names import NAMESPACE, actor_name, student_app, teacher_app, worker_stage
+from deployments.replay_buffer import ReplayBuffer
+from deployments.serving import wait_running
+from deployments.teacher_scorer import TeacherScorerActor
+from deployments.trainer import TrainerActor
+from pipeline.config.schema import RunConfig
+from pipeline.errors import AdmissionError, StageFailed
+from pipeline.evaluator.spec import NodeSpec
+from pipeline.paths import RunPaths
+from pipeline.teacher.routing import teacher_groups
+
+ACTORS: tuple[type[StageActor], ...] = (
+    ReplayBuffer,
+    TrainerActor,
+    TeacherScorerActor,
+    EvaluatorPoolActor,
+    FetcherActor,
+    BatcherActor,
+)
+"""In order of how long they take to start."""
+WORKER_OPTIONS = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "lifetime": "detached", "max_concurrency": 1000}
+
+
+class Launch:
+    """What runs for a run. Handles are kept: an actor whose only handle is dropped is lost."""
+
+    def __init__(self, paths: RunPaths, config: RunConfig, nodes: tuple[NodeSpec, ...]) -> None:
+        self._paths = paths
+        self._config = config
+        self._nodes = nodes
+        self.handles: dict[str, Any] = {}
+
+    async def start(self) -> None:
+        """Returns when the pipeline can roll out. Teachers may still be in the making: `teachers_ready` waits for them."""
+        group = await asyncio.to_thread(self._place)
+        for actor in ACTORS:
+            self.handles[actor.stage] = self._create(actor.stage, actor, OPTIONS, str(self._paths.root))
+        for index, node in enumerate(self._nodes):
+            strategy = PlacementGroupSchedulingStrategy(group, index) if group else "DEFAULT"
+            options = {**WORKER_OPTIONS, "scheduling_strategy": strategy}
+            stage = worker_stage(index)
+            self.handles[stage] = self._create(stage, EvaluatorWorkerActor, options, str(self._paths.root), node.node)
+        await asyncio.to_thread(self._deploy)
+        await self._ready([stage for stage in self.handles if stage != TeacherScorerActor.stage])
+        await wait_running(student_app(self._paths.run_id), self._config.run.start_timeout_s)
+
+    async def teachers_ready(self) -> None:
+        await self._ready([TeacherScorerActor.stage])
+
+    def _create(self, stage: str, actor: type, options: dict[str, Any], *args: Any) -> Any:
+        return ray.remote(actor).options(name=actor_name(self._paths.run_id, stage), namespace=NAMESPACE, **options).remote(*args)
+
+    def _place(self) -> PlacementGroup | None:
+        """The run's placement group: one bundle a node of the pool."""
+        bundles = [bundle for node in self._nodes if (bundle := _bundle(node))]
+        if len(bundles) < len(self._nodes):
+            return None
+        group = placement_group(bundles, name=f"{self._paths.run_id}:pool", lifetime="detached")
+        timeout_s = self._config.run.start_timeout_s
+        if not group.wait(timeout_s):
+            raise AdmissionError(
+                f"the placement group {bundles} was not given by Ray within {timeout_s:.0f} s (run.start_timeout_s); "
+                f"Ray has {ray.available_resources()}"
+            )
+        return group
+
+    def _deploy(self) -> None:
+        serve.start(proxy_location="Disabled")
+        root = str(self._paths.root)
+        run_id = self._paths.run_id
+        student = StudentEngine.options(num_replicas=self._config.engine.replicas).bind(root)
+        targets = [serve.RunTarget(student, name=student_app(run_id), route_prefix=None)]
+        for group in teacher_groups(self._config):
+            deployment = TeacherEngine.options(num_replicas=group.replicas).bind(root, group.name)
+            targets.append(serve.RunTarget(deployment, name=teacher_app(run_id, group.name), route_prefix=None))
+        serve.run_many(targets, wait_for_applications_running=False)
+
+    async def _ready(self, stages: list[str]) -> None:
+        timeout_s = self._config.run.start_timeout_s
+        waiting = {stage: asyncio.wrap_future(self.handles[stage].ready.remote().future()) for stage in stages}
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*waiting.values())
+        except TimeoutError as error:
+            missing = [stage for stage, future in waiting.items() if future.cancelled() or not future.done()]
+            raise StageFailed(
+                missing[0] if missing else "start", f"not ready within {timeout_s:.0f} s (run.start_timeout_s)"
+            ) from error
+        except ray.exceptions.RayError as error:
+            failed = next((stage for stage, future in waiting.items() if future.done() and future.exception() is error), "start")
+            remote = unwrap(error, failed)
+            raise remote from remote.__cause__
+
+
+def _bundle(node: NodeSpec) -> dict[str, float]:
+    """Whole numbers of GPUs, the CPUs and the memory (bytes) of a node of the pool."""
+    amounts = {"CPU": node.cpu, "GPU": float(len(node.gpu_ids)), "memory": float(int(node.memory_gb * 2**30))}
+    return {name: amount for name, amount in amounts.items() if amount > 0}

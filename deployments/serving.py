@@ -1,0 +1,32 @@
+"""Waiting for a Serve application. Invariant: an application that cannot start is an error with Serve's message, never a wait."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ray import serve
+
+from pipeline.errors import StageFailed
+
+POLL_S = 0.2
+DEAD = ("DEPLOY_FAILED", "UNHEALTHY")
+
+
+async def wait_running(app: str, timeout_s: float) -> None:
+    """Raises StageFailed naming the application when it failed or did not serve within `timeout_s` seconds."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not await asyncio.to_thread(_running, app):
+                await asyncio.sleep(POLL_S)
+    except TimeoutError as error:
+        raise StageFailed(app, f"did not serve within {timeout_s:.0f} s (run.start_timeout_s)") from error
+
+
+def _running(app: str) -> bool:
+    overview = serve.status().applications.get(app)
+    if overview is None:
+        return False
+    if overview.status in DEAD:
+        messages = [overview.message, *(deployment.message for deployment in overview.deployments.values())]
+        raise StageFailed(app, " ".join(filter(None, messages)) or str(overview.status))
+    return overview.status == "RUNNING"
