@@ -53,6 +53,14 @@ def student_evaluations(folder: Path) -> list[Evaluation]:
     return sorted((item for item in found if item is not None), key=lambda item: item.step or 0)
 
 
+def before_and_after(evaluations: list[Evaluation]) -> tuple[Evaluation | None, Evaluation | None]:
+    """The valid evaluation of version 0, and the newest valid one of a later version."""
+    valid = [item for item in evaluations if item.valid]
+    before = valid[0] if valid and valid[0].step == 0 else None
+    after = valid[-1] if valid and valid[-1].step else None
+    return before, after
+
+
 def teacher_evaluations(folder: Path) -> list[Evaluation]:
     """Evaluations of the teachers by alias."""
     found = [_read(path, alias=match[1]) for path, match in _matches(folder, _TEACHER)]

@@ -9,9 +9,9 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
-from pipeline.observe.evaluations import Score, pooled, student_evaluations, teacher_evaluations, teacher_scores
+from pipeline.observe.evaluations import Score, before_and_after, pooled, student_evaluations, teacher_evaluations, teacher_scores
 from pipeline.observe.jsonlines import jsonable
-from pipeline.observe.timeline import busy_seconds, first_step_seconds, read_timeline, run_seconds, timeline_path
+from pipeline.observe.timeline import busy_seconds, first_step_seconds, in_flow_order, read_timeline, run_seconds, timeline_path
 from pipeline.paths import RunPaths
 
 _PACKAGES = ("rollout-pipeline", "ray", "torch", "transformers", "numpy")
@@ -20,15 +20,13 @@ _PACKAGES = ("rollout-pipeline", "ray", "torch", "transformers", "numpy")
 def build_summary(paths: RunPaths, status: dict[str, Any]) -> dict[str, Any]:
     """The whole summary; `status` is CONTRACT's, possibly of a run still in progress or empty.
 
-    Accuracies are greedy, held-out, over scored samples: before is the oldest valid evaluation if it is of version 0, after is the newest valid
-    one of a later version; overall pools the datasets.
+    Accuracies are held-out, over scored samples, of valid evaluations: `before` is that of version 0, `after` the newest one
+    of a later version. Overall pools the datasets.
     """
-    students = [item for item in student_evaluations(paths.details) if item.valid]
-    before = students[0] if students and students[0].step == 0 else None
-    after = students[-1] if students and students[-1].step else None
+    before, after = before_and_after(student_evaluations(paths.details))
     teachers = teacher_scores([item for item in teacher_evaluations(paths.details) if item.valid])
     rows = read_timeline(timeline_path(paths))
-    seconds = run_seconds(rows)
+    seconds, busy = run_seconds(rows), busy_seconds(rows)
     return jsonable(
         {
             "run_id": status.get("run_id") or paths.run_id,
@@ -43,7 +41,7 @@ def build_summary(paths: RunPaths, status: dict[str, Any]) -> dict[str, Any]:
             "ordinals": status.get("ordinals") or {},
             "attempts": status.get("attempts") or {},
             "dropped_by_reason": status.get("dropped_by_reason") or {},
-            "seconds": {name: round(value, 2) for name, value in sorted(busy_seconds(rows).items())},
+            "seconds": {name: round(busy[name], 2) for name in in_flow_order(busy)},
             "seconds_total": round(seconds[-1], 2) if seconds else None,
             "first_step_s": first_step_seconds(rows),
             "versions": {
@@ -74,9 +72,7 @@ def read_summary(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _by_dataset(
-    before: dict[str, Score], after: dict[str, Score], teacher: dict[str, Score]
-) -> dict[str, dict[str, float | None]]:
+def _by_dataset(before: dict[str, Score], after: dict[str, Score], teacher: dict[str, Score]) -> dict[str, dict[str, float | None]]:
     columns = {"before": before, "after": after, "teacher": teacher}
     names = sorted({name for scores in columns.values() for name in scores})
     return {

@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.observe.timeline import in_flow_order
 from pipeline.paths import RunPaths
 from pipeline.records import GROUP_STATES
 
@@ -42,7 +43,8 @@ def duration(seconds: float | None) -> str:
 
 def render_table(summary: dict[str, Any], paths: RunPaths) -> RenderableType:
     """Accuracy before, after and of the teacher; groups by state; time by stage; where the files are."""
-    parts: list[RenderableType] = [_accuracy(summary), _states(summary), _seconds(summary), _files(paths)]
+    took = f"{duration(summary.get('seconds_total'))} in all, first trained step after {duration(summary.get('first_step_s'))}"
+    parts: list[RenderableType] = [Text(took), _accuracy(summary), _states(summary), _seconds(summary), _files(paths)]
     if summary.get("error"):
         parts.append(Text(str(summary["error"]), style="red"))
     title = f"[bold]{escape(str(summary['run_id']))}[/] · {_state(summary.get('state'))} · step {summary['steps']}"
@@ -57,8 +59,9 @@ def render_status(status: dict[str, Any]) -> RenderableType:
         f" · checkpoint {_or_dash(status.get('checkpoint_step'))}"
     )
     parts: list[RenderableType] = [head, _states(status), _stages(status.get("stages") or {})]
-    facts = _pairs(status.get("attempts") or {}, "attempts") + _pairs(status.get("capacity") or {}, "capacity")
-    parts.append(Text(facts.strip(), style="dim"))
+    for title in ("attempts", "capacity", "workflow"):
+        if status.get(title):
+            parts.append(Text(_pairs(title, status[title]), style="dim"))
     if status.get("error"):
         parts.append(Text(str(status["error"]), style="red"))
     return Group(*parts)
@@ -76,9 +79,10 @@ def render_runs(rows: list[dict[str, Any]]) -> RenderableType:
 
 def _accuracy(summary: dict[str, Any]) -> Table:
     table = _table("held-out accuracy", "before", "after", "change", "teacher")
-    datasets = summary.get("by_dataset") or {}
-    rows = [] if len(datasets) == 1 else [("all datasets", {key: summary.get(f"accuracy_{key}") for key in ("before", "after", "teacher")})]
-    for name, scores in [*datasets.items(), *rows]:
+    rows = list((summary.get("by_dataset") or {}).items())
+    if len(rows) != 1:
+        rows.append(("all datasets", {key: summary.get(f"accuracy_{key}") for key in ("before", "after", "teacher")}))
+    for name, scores in rows:
         before, after = scores.get("before"), scores.get("after")
         change = "–" if before is None or after is None else f"{100 * (after - before):+.1f} points"
         table.add_row(escape(name), percent(before), f"[bold]{percent(after)}[/]", change, percent(scores.get("teacher")))
@@ -98,14 +102,15 @@ def _states(source: dict[str, Any]) -> Table:
 
 def _seconds(summary: dict[str, Any]) -> Table:
     stages = summary.get("seconds") or {}
-    table = _table("seconds of work", *stages, "first step", "whole run")
-    table.add_row("", *(f"{value:.1f}" for value in stages.values()), *map(duration, (summary.get("first_step_s"), summary.get("seconds_total"))))
+    table = _table("seconds", *stages)
+    table.add_row("", *(f"{value:.1f}" for value in stages.values()))
     return table
 
 
 def _stages(stages: dict[str, dict[str, Any]]) -> Table:
     table = _table("stage", "actor", "pid", "node", "in", "out", "backlog", "oldest")
-    for name, stage in stages.items():
+    for name in in_flow_order(stages):
+        stage = stages[name]
         counts = (_or_dash(stage.get(key)) for key in ("in", "out", "backlog"))
         table.add_row(
             escape(name),
@@ -128,7 +133,7 @@ def _files(paths: RunPaths) -> Table:
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", title_justify="left")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", title_justify="left")
     table.add_column(first, style="bold", no_wrap=True)
     numeric = first not in ("files", "run", "stage")
     for other in others:
@@ -141,8 +146,8 @@ def _state(state: str | None) -> str:
     return f"[{style}]{escape(state or 'unknown')}[/]"
 
 
-def _pairs(values: dict[str, Any], title: str) -> str:
-    return f"{title}: " + ", ".join(f"{name} {value}" for name, value in values.items()) + "   " if values else ""
+def _pairs(title: str, values: dict[str, Any]) -> str:
+    return f"{title}: " + ", ".join(f"{name} {_or_dash(value)}" for name, value in values.items())
 
 
 def _or_dash(value: Any) -> str:

@@ -7,6 +7,7 @@ Invariant: the file grows like the logarithm of the run's length, because a snap
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pipeline.paths import RunPaths
 
 Row = dict[str, Any]
 STAGE_KEYS = ("pid", "in", "out", "backlog", "oldest_s", "busy_s")
+_FLOW = ("fetcher", "batcher", "evaluator", "teacher", "buffer", "trainer")
 DOWNTIME_S = 30.0
 """Longer silence between two rows is time in which the run did not run."""
 
@@ -84,6 +86,11 @@ def run_seconds(rows: list[Row]) -> list[float]:
     return seconds
 
 
+def in_flow_order(names: Iterable[str]) -> list[str]:
+    """Stage names in the order in which a group passes them; unknown ones last, by name."""
+    return sorted(names, key=lambda name: (_FLOW.index(name) if name in _FLOW else len(_FLOW), name))
+
+
 def busy_seconds(rows: list[Row]) -> dict[str, float]:
     """Seconds of work by stage, over all processes that the stage had."""
     totals: dict[str, float] = {}
@@ -98,8 +105,10 @@ def busy_seconds(rows: list[Row]) -> dict[str, float]:
 
 def occupancy(rows: list[Row]) -> dict[str, list[float]]:
     """Busy seconds a second by stage between each row and the one before it; NaN where a stage or the whole run was away."""
-    names = sorted({name for row in rows for name in row.get("stages", {})})
-    return {name: [math.nan, *(_share(name, before, after) for before, after in zip(rows, rows[1:], strict=False))] for name in names}
+    names = in_flow_order({name for row in rows for name in row.get("stages", {})})
+    return {
+        name: [math.nan, *(_share(name, before, after) for before, after in zip(rows, rows[1:], strict=False))] for name in names
+    }
 
 
 def first_step_seconds(rows: list[Row]) -> float | None:

@@ -1,0 +1,198 @@
+"""Watches a run from the driver: reads the ledger about once a second, and writes and draws what a person wants to see.
+
+Invariant: it only reads the run's state. Metrics that cannot be written, or a ledger that cannot be read for `observe.stall_s`
+seconds, fail the run; anything else that fails here is counted and logged to log/observer.log, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol, TextIO
+
+from pipeline.buffer.reader import read_status, read_steps
+from pipeline.config.schema import RunConfig
+from pipeline.errors import StageFailed, root_cause
+from pipeline.observe.bars import display
+from pipeline.observe.evaluations import Evaluation, student_evaluations
+from pipeline.observe.metrics import MetricsWriter
+from pipeline.observe.series import figure
+from pipeline.observe.summary import build_summary, write_summary
+from pipeline.observe.tensorboard import TensorboardWriter
+from pipeline.observe.timeline import TimelineWriter, timeline_path
+from pipeline.paths import RunPaths
+
+INTERVAL_S = 1.0
+CALL_S = 10.0
+EVALUATIONS_EVERY_S = 5.0
+REPORT_S = 120.0
+LOGGED_ERRORS = 20
+"""Errors of one part that are written to the log with their traceback; the others are only counted."""
+
+
+class Readable(Protocol):
+    """The two calls of buffer.api.BufferClient that the observer makes."""
+
+    async def status(self) -> dict[str, Any]: ...
+    async def steps(self) -> dict[str, Any]: ...
+
+
+class Observer:
+    def __init__(
+        self,
+        paths: RunPaths,
+        buffer: Readable,
+        config: RunConfig,
+        clock: Callable[[], float] = time.time,
+        *,
+        started_at: float | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
+        """clock, started_at: seconds since the epoch; started_at: when the command was given (now). stream: for bars (stderr)."""
+        self._paths = paths
+        self._buffer = buffer
+        self._stall_s = config.observe.stall_s
+        self._clock = clock
+        paths.log.mkdir(parents=True, exist_ok=True)
+        self._log = logging.Logger("observer")
+        self._log.addHandler(logging.FileHandler(paths.log / "observer.log", delay=True))
+        self._metrics = MetricsWriter(paths.metrics)
+        self._timeline = TimelineWriter(timeline_path(paths), clock() if started_at is None else started_at)
+        self._tensorboard = TensorboardWriter(paths.tensorboard) if config.observe.tensorboard else None
+        self._display = display(stream or sys.stderr, config.rollout.tasks_per_step) if config.observe.bars else None
+        self._status: dict[str, Any] = {}
+        self._synced_step: int | None = None
+        self._results: dict[int, dict[str, Any]] = {}
+        self._evaluations: list[Evaluation] = []
+        self._evaluated_at = float("-inf")
+        self._read_at = clock()
+        self.errors: Counter[str] = Counter()
+        """Errors that did not end the run, by what failed."""
+
+    async def run(self) -> None:
+        """Never returns. Raises StageFailed; see the module's invariant."""
+        while True:
+            await self._observe()
+            await asyncio.sleep(INTERVAL_S)
+
+    async def final(self) -> dict[str, Any]:
+        """Write everything one last time, summary.json and report.html too, from the files when the buffer is gone.
+
+        Returns the summary. Raises StageFailed when metrics or summary cannot be written.
+        """
+        try:
+            self._status = await self._last(self._buffer.status, lambda: read_status(self._paths), self._status)
+            steps = await self._last(self._buffer.steps, lambda: {"results": read_steps(self._paths)}, {"results": self._results})
+            self._sync(steps["results"])
+            self._evaluated_at = float("-inf")
+            self._draw(self._status, last=True)
+            summary = {**build_summary(self._paths, self._status), "observer_errors": dict(self.errors)}
+            self._must(lambda: write_summary(self._paths, summary), "summary.json")
+            await self._write_report()
+            return summary
+        finally:
+            self._close()
+
+    async def _observe(self) -> None:
+        try:
+            self._status = await asyncio.wait_for(self._buffer.status(), CALL_S)
+            if self._status.get("step") != self._synced_step:
+                steps = await asyncio.wait_for(self._buffer.steps(), CALL_S)
+                self._results = steps["results"]
+        except Exception as error:
+            self._unreadable(error)
+            return
+        self._read_at = self._clock()
+        self._sync(self._results)
+        self._synced_step = self._status.get("step")
+        self._draw(self._status)
+
+    def _unreadable(self, error: Exception) -> None:
+        self._count("ledger", error)
+        silent = self._clock() - self._read_at
+        if silent > self._stall_s:
+            bound = f"observe.stall_s {self._stall_s:.0f}"
+            raise StageFailed("observe", f"no status for {silent:.0f} s ({bound}): {root_cause(error)}") from error
+
+    async def _last(self, ask: Callable[[], Any], read: Callable[[], Any], known: dict[str, Any]) -> dict[str, Any]:
+        """From the buffer, else from the run folder, else what was seen last."""
+        try:
+            return await asyncio.wait_for(ask(), CALL_S)
+        except Exception as error:
+            self._count("ledger", error)
+        try:
+            return read()
+        except Exception as error:
+            self._count("ledger", error)
+        return known
+
+    def _sync(self, results: dict[int, dict[str, Any]]) -> None:
+        self._results = {int(step): metrics for step, metrics in results.items()}
+        self._must(lambda: self._metrics.sync(self._results), "metrics.jsonl")
+
+    def _draw(self, status: dict[str, Any], last: bool = False) -> None:
+        now = self._clock()
+        self._guard("timeline", lambda: self._timeline.append(status, now, force=last))
+        if now - self._evaluated_at >= EVALUATIONS_EVERY_S:
+            self._evaluated_at = now
+            self._guard("evaluations", self._read_evaluations)
+        self._guard("tensorboard", lambda: self._write_tensorboard(now))
+        if self._display is not None:
+            self._guard("bars", lambda: self._display.update(status, self._figures(), now))
+
+    def _read_evaluations(self) -> None:
+        self._evaluations = student_evaluations(self._paths.details)
+
+    def _write_tensorboard(self, now: float) -> None:
+        board = self._tensorboard
+        if board is None:
+            return
+        written = [board.add("train", step, self._results[step], now) for step in sorted(self._results)]
+        for item in self._evaluations:
+            accuracies = {f"{name}/accuracy": score.accuracy for name, score in item.datasets.items()}
+            written.append(board.add("eval", item.step or 0, {"accuracy": item.overall.accuracy, **accuracies}, now))
+        if any(written):
+            board.flush()
+
+    def _figures(self) -> dict[str, float | None]:
+        """What stands beside the step bar."""
+        newest = self._results[max(self._results)] if self._results else {}
+        accuracy = self._evaluations[-1].overall.accuracy if self._evaluations else None
+        return {"accuracy": accuracy, "loss": figure(newest, "loss"), "reward": figure(newest, "reward_mean")}
+
+    async def _write_report(self) -> None:
+        from pipeline.observe.report import write_report  # matplotlib: only at the end
+
+        try:
+            await asyncio.wait_for(asyncio.to_thread(write_report, self._paths, self._status), REPORT_S)
+        except Exception as error:
+            self._count("report", error)
+
+    def _guard(self, part: str, draw: Callable[[], Any]) -> None:
+        try:
+            draw()
+        except Exception as error:
+            self._count(part, error)
+
+    def _must(self, write: Callable[[], Any], name: str) -> None:
+        try:
+            write()
+        except OSError as error:
+            raise StageFailed("observe", f"{name} cannot be written: {root_cause(error)}") from error
+
+    def _count(self, part: str, error: Exception) -> None:
+        self.errors[part] += 1
+        if self.errors[part] <= LOGGED_ERRORS:
+            self._log.error("%.1f %s failed (%d)", self._clock(), part, self.errors[part], exc_info=error)
+
+    def _close(self) -> None:
+        if self._display is not None:
+            self._guard("bars", self._display.close)
+        if self._tensorboard is not None:
+            self._guard("tensorboard", self._tensorboard.close)
+        for handler in self._log.handlers:
+            handler.close()
