@@ -12,11 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from pipeline.engines.base import ScoredRow, ScoreRow, Signal
+from pipeline.engines.pretrained import load_model, read_state
 from pipeline.engines.slot_cache import SlotCache
 from pipeline.errors import ConfigError, EngineError
 
@@ -36,7 +35,7 @@ class Joined:
 
 class TorchModel:
     def __init__(self, folder: Path, slots: int, max_context: int | None, dtype: torch.dtype) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+        self._model = load_model(folder, dtype)
         self._config = self._model.config
         self._dtype = dtype
         self._slots = slots
@@ -131,14 +130,6 @@ class TorchModel:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = config.num_key_value_heads
         return SlotCache(config.num_hidden_layers, self._slots, self.max_context, kv_heads, head_dim, self._dtype)
-
-
-def read_state(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's *.safetensors files."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise EngineError(f"{folder} holds no *.safetensors file")
-    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 def smoothed(logprobs_bv: Tensor, smoothing: float) -> Tensor:

@@ -20,7 +20,7 @@ def tokenizer_folder(config: RunConfig, catalog: Catalog, cache: Path) -> Path:
     """The folder whose tokenizer files the student uses."""
     if config.student.architecture is None:
         return student_folder(config, catalog, cache)
-    from pipeline.trainer.models import ensure_tokenizer
+    from pipeline.trainer.tokenizer import ensure_tokenizer
 
     return ensure_tokenizer(catalog.texts, cache)
 

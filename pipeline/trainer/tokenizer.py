@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from pipeline.engines.digests import tokenizer_digest
+from pipeline.trainer.cache import Pairs, cached, pairs_digest
 
 Messages = Sequence[tuple[str, str]]
 PAD, BOS, EOS, ANSWER, UNKNOWN = "<pad>", "<bos>", "<eos>", "<ans>", "<unk>"
@@ -28,6 +31,17 @@ _TEMPLATE = (
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<ans>{% endif %}"
 )
+
+
+def ensure_tokenizer(catalog_texts: Callable[[], Pairs], cache: Path) -> Path:
+    """A cached folder with the character tokenizer of a run alone. Imports no torch."""
+    texts = catalog_texts()
+
+    def build(folder: Path) -> dict[str, str]:
+        build_tokenizer(texts, folder)
+        return {"digest": tokenizer_digest(folder)}
+
+    return cached(cache / "tokenizers", {"texts": pairs_digest(texts, ordered=False)}, build)
 
 
 def build_tokenizer(texts: Iterable[tuple[Messages, str | None]], folder: Path) -> None:
