@@ -67,12 +67,14 @@ class RowRules:
     """GRPO: divide by the group's deviation."""
     signal: str | None = None
     """What the teacher's column must hold for a token to be covered: sampled, topk or full; None: no teacher is asked."""
+    scored_only: bool = False
+    """Reject samples without a reward: without a teacher there is nothing else to learn from."""
 
 
 def make_rows(groups: Sequence[Group], kept: Collection[str], rules: RowRules) -> Packed:
     """One row a kept sample, in order. Rejected samples are out of their group's baseline, like filtered ones.
 
-    Reasons: `too_long`, and `malformed` (arrays of unequal length, a trained first token, or a trained token without a
+    Reasons: `too_long`, `unscored`, and `malformed` (arrays of unequal length, a trained first token, or a trained token without a
     behaviour logprob). Raises StageFailed when a teacher column does not fit its group.
     """
     rows: list[Row] = []
@@ -81,7 +83,7 @@ def make_rows(groups: Sequence[Group], kept: Collection[str], rules: RowRules) -
         column = group.columns.get(TEACHER_FIELD)
         if column is not None and column.ordinal != group.ordinal:
             raise StageFailed("trainer", f"column {column.name!r} of ordinal {column.ordinal} came with group {group.ordinal}")
-        reasons = {sample.sample_id: _defect(sample, rules.max_tokens) for sample in group.samples if sample.sample_id in kept}
+        reasons = {sample.sample_id: _defect(sample, rules) for sample in group.samples if sample.sample_id in kept}
         rejected.update(reason for reason in reasons.values() if reason is not None)
         samples = [sample for sample in group.samples if reasons.get(sample.sample_id, "filtered") is None]
         advantages = group_advantages([sample.reward for sample in samples], std=rules.std)
@@ -116,7 +118,7 @@ def split_chunks(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
     return chunks
 
 
-def _defect(sample: Sample, max_tokens: int) -> str | None:
+def _defect(sample: Sample, rules: RowRules) -> str | None:
     length = len(sample.token_ids)
     arrays = (sample.loss_mask, sample.logprobs, sample.executor, sample.versions)
     if any(len(array) != length for array in arrays):
@@ -124,7 +126,9 @@ def _defect(sample: Sample, max_tokens: int) -> str | None:
     trained = sample.loss_mask.astype(bool)
     if not trained.any() or trained[0] or not np.isfinite(sample.logprobs[trained]).all():
         return "malformed"
-    return "too_long" if length > max_tokens else None
+    if length > rules.max_tokens:
+        return "too_long"
+    return "unscored" if rules.scored_only and sample.reward is None else None
 
 
 def _row(group: Group, sample: Sample, advantage: float | None, column: Column | None, signal: str | None) -> Row:
