@@ -210,28 +210,17 @@ def _split(data: Buffer, kind: str) -> tuple[dict[str, Any], memoryview]:
 
 
 def _pack(head: dict[str, Any]) -> bytes:
-    try:
-        return msgpack.packb(head, default=_plain, unicode_errors="surrogatepass")
-    except OverflowError:  # rare: an integer of more than 64 bits in a task's metadata
-        return msgpack.packb(_widened(head), default=_plain, unicode_errors="surrogatepass")
+    return msgpack.packb(head, default=_plain, unicode_errors="surrogatepass")
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, int):  # of more than 64 bits
+        return msgpack.ExtType(_WIDE_INT, str(value).encode())
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise DataError(f"cannot store a {type(value).__name__} ({value!r:.80}): metadata and turns hold JSON values only")
-
-
-def _widened(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {_widened(key): _widened(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_widened(item) for item in value]
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        return msgpack.ExtType(_WIDE_INT, str(value).encode())
-    return value
 
 
 def _unpack_extension(code: int, data: bytes) -> Any:

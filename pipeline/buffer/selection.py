@@ -11,7 +11,7 @@ import sqlite3
 from collections import Counter
 
 from pipeline.buffer.api import Selection
-from pipeline.buffer.ledger import Ledger, replaceable
+from pipeline.buffer.ledger import Ledger
 from pipeline.buffer.settings import BufferSettings
 from pipeline.errors import NotSelectable, RolloutError
 
@@ -29,9 +29,12 @@ def selectable(db: sqlite3.Connection, settings: BufferSettings, step: int) -> b
 
     in_order: the step's rollout is closed, and each of its groups is ready or dropped.
 
-    ready_first, windowed: `tasks_per_step` groups of any steps are ready (and fresh enough). Or fewer are, and there is
-    nothing left to wait for: all steps up to this one are closed, and no assigned group is pending, running, written or to be
-    replaced. Rollouts of later steps may wait for this very training step, so it must not wait for those to begin.
+    ready_first, windowed: `tasks_per_step` groups of any steps are ready (and fresh enough). Or fewer are, and the rollouts up
+    to this step are closed with nothing of them pending, running or written: rollouts of later steps may wait for this very
+    training step, so it must not wait for them. After each selection at most `tasks_per_step` groups for each step that was
+    assigned beyond it are left, so neither capacity nor the last step can be stuck.
+
+    Once true it stays true, unless a ready group is discarded before it is selected: then wait again.
     """
     if db.execute("SELECT 1 FROM selections WHERE step = ?", (step,)).fetchone() is not None:
         return True
@@ -112,7 +115,6 @@ def _unready_of(db: sqlite3.Connection, step: int) -> bool:
 
 
 def _still_coming(db: sqlite3.Connection, settings: BufferSettings, step: int) -> bool:
-    """A written group that is too old is not waited for: the selection drops it."""
-    sql = "SELECT 1 FROM ordinals WHERE state IN ('pending', 'running') OR (state = 'written' AND weight_version >= ?) LIMIT 1"
-    waiting = db.execute(sql, (_oldest_version(settings, step),)).fetchone() is not None
-    return waiting or replaceable(db, settings) > 0
+    """Of this step and earlier ones. A written group that is too old is not waited for: the selection drops it."""
+    sql = f"SELECT 1 FROM ordinals WHERE state IN {_UNREADY} AND step <= ? AND (state != 'written' OR weight_version >= ?) LIMIT 1"
+    return db.execute(sql, (step, _oldest_version(settings, step))).fetchone() is not None

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pipeline.buffer.api import StageReport
+from pipeline.buffer.api import AttemptEnd, StageReport
 from pipeline.errors import AttemptRefused, CapacityFull, DataError, LateCommit, NotSelectable, RolloutError
 from pipeline.records import GROUP_STATES
 from tests.pipeline.buffer.helpers import (
