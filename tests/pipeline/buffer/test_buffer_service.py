@@ -145,11 +145,7 @@ async def test_failures_back_off_and_spend_their_own_budget(buffer):
         assert (attempt.number, attempt.failures) == (number, number - 1)
         ends.append(await buffer.end_attempt(attempt, "infra", "infra_conn"))
         assert await buffer.end_attempt(attempt, "infra", "infra_conn") == ends[-1]
-    assert [(end.again, end.wait_s, end.dropped) for end in ends] == [
-        (True, 0.5, None),
-        (True, 1.0, None),
-        (False, 0.0, "infra_conn"),
-    ]
+    assert ends == [AttemptEnd(True, 0.5, None), AttemptEnd(True, 1.0, None), AttemptEnd(False, 0.0, "infra_conn")]
     attempt = await buffer.start_attempt(1, 0, "w")
     assert (await buffer.end_attempt(attempt, "data", "data")).dropped == "data"
     assert (await buffer.status())["dropped_by_reason"] == {"data": 1, "infra_conn": 1}
