@@ -190,6 +190,7 @@ def failure_class(reward: float | None, reason: str, *, solved_at: float = 0.999
 
 
 def root_cause(error: BaseException) -> str:
-    """One line: type and message of the last link of the chain."""
-    last = list(cause_chain(error))[-1]
+    """One line: type and message of the last link of the chain. A CancelledError is how a deadline ended a call, never why."""
+    links = list(cause_chain(error))
+    last = [link for link in links if link is error or not isinstance(link, asyncio.CancelledError)][-1]
     return f"{type(last).__name__}: {last}".splitlines()[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from pipeline.buffer.api import StageReport
@@ -32,7 +32,9 @@ class StallWatchdog:
     A stage is stuck when it has had work (`backlog` > 0) for `stall_s` seconds while its counters stood still. A stage that
     says what it waits for in `detail["waiting_for"]` (capacity, another stage) is not accused itself. Beside that, no counter
     of any stage moving for `stall_s` seconds is a stall of the whole pipeline: a lost wake-up leaves no backlog behind.
-    A report may name its oldest item in `detail["oldest"]` and who holds its resources in `detail["holder"]`.
+    A report may name its oldest item in `detail["oldest"]` and who holds its resources in `detail["holder"]`. A stage of several
+    independent parts lists them in `detail["parts"]`: name -> {finished, backlog, oldest_s, and what `detail` may hold}; each is
+    watched by itself, so that one part's progress does not hide another's stall.
 
     probe: the newest report of every stage. It must answer within `stall_s`.
     clock: monotonic seconds.
@@ -59,15 +61,17 @@ class StallWatchdog:
                 raise Stalled("watchdog", f"the stages' reports did not arrive within {self._stall_s:g} s") from error
             now = self._clock()
             for report in reports:
-                self._observe(report, now)
+                self._observe(report.stage, report, now)
+                for name, part in report.detail.get("parts", {}).items():
+                    self._observe(f"{report.stage}/{name}", _part(report, part), now)
             self._accuse(started, now)
             await asyncio.sleep(self._poll_s)
 
-    def _observe(self, report: StageReport, now: float) -> None:
+    def _observe(self, name: str, report: StageReport, now: float) -> None:
         counters = (report.finished, report.detail.get("heartbeat"))
-        known = self._stages.get(report.stage)
+        known = self._stages.get(name)
         if known is None or known.counters != counters:
-            self._stages[report.stage] = _Watched(report, counters, now, now)
+            self._stages[name] = _Watched(report, counters, now, now)
             return
         if not (_has_work(known.report) and _has_work(report)):
             known.busy_since = now
@@ -88,6 +92,10 @@ class StallWatchdog:
             name = holders[0].stage if holders else "pipeline"
             quiet = f"nothing moved in any stage for {now - last_move:.0f} s (observe.stall_s {self._stall_s:g})"
             raise Stalled(name, f"{quiet}; {held}")
+
+
+def _part(report: StageReport, part: dict[str, Any]) -> StageReport:
+    return replace(report, finished=part["finished"], backlog=part["backlog"], oldest_s=part["oldest_s"], detail=part)
 
 
 def _has_work(report: StageReport) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -63,6 +64,8 @@ class Lane:
         self.scorer = scorer
         self.metrics = LaneMetrics()
         self.drops_in_a_row = 0
+        self.freed_at = -math.inf
+        """When a call ended last, by the buffer's clock."""
         self._call_timeout_s = call_timeout_s
         self._busy_since: dict[int, float] = {}
         self._rests_until = dict.fromkeys(range(scorer.replicas), 0.0)
@@ -83,7 +86,8 @@ class Lane:
     def occupy(self, replica: int) -> None:
         self._busy_since[replica] = _now()
 
-    def release(self, replica: int) -> None:
+    def release(self, replica: int, clock_s: float) -> None:
+        self.freed_at = clock_s
         self.metrics.call_s += _now() - self._busy_since.pop(replica)
 
     def count_dispatch(self, batch: Sequence[BacklogItem], waited_s: float) -> None:
@@ -122,14 +126,14 @@ class Lane:
         try:
             async with deadline:
                 return await self.scorer.score(groups, replica)
-        except TimeoutError as error:
+        except TimeoutError:
             if not deadline.expired():
                 raise
-            raise TimeoutError(f"no answer within teacher_stage.call_timeout_s {self._call_timeout_s:g}") from error
         except asyncio.CancelledError as leaked:
             if _being_cancelled():
                 raise
             raise EngineError("the engine cancelled the call by itself") from leaked
+        raise TimeoutError(f"no answer within teacher_stage.call_timeout_s {self._call_timeout_s:g}")
 
     def report(self) -> dict[str, Any]:
         return asdict(self.metrics)

@@ -13,8 +13,8 @@ from pipeline.config.schema import RunConfig
 from pipeline.engines.base import EngineInfo
 from pipeline.errors import ConfigError
 
-_HOW_IT_IS_READ = {"shots", "smoothing", "replicas"}
-"""Settings of an alias that do not change the model behind it."""
+_BESIDE_THE_MODEL = {"shots", "replicas"}
+"""Settings of an alias that do not change what its engine answers."""
 
 
 class Vocabulary(Protocol):
@@ -52,7 +52,7 @@ def teacher_groups(config: RunConfig) -> tuple[TeacherGroup, ...]:
     by_model: dict[str, list[str]] = {}
     for alias, teacher in config.teachers.items():
         if alias in used:
-            by_model.setdefault(teacher.model_dump_json(exclude=_HOW_IT_IS_READ), []).append(alias)
+            by_model.setdefault(teacher.model_dump_json(exclude=_BESIDE_THE_MODEL), []).append(alias)
     return tuple(
         TeacherGroup(
             name=aliases[0],

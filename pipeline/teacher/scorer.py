@@ -78,13 +78,15 @@ async def start_teachers(teachers: Mapping[str, Teacher], student: Vocabulary) -
 
 async def _together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
     """All of them at once; the first failure ends the others and is raised as it is."""
+    failure: Exception | None = None
     try:
         async with asyncio.TaskGroup() as group:
             for coroutine in coroutines:
                 group.create_task(coroutine)
     except ExceptionGroup as failures:
-        first = failures.exceptions[0]
-        raise first from first.__cause__
+        failure = failures.exceptions[0]
+    if failure is not None:
+        raise failure
 
 
 async def score_groups(groups: Sequence[Group], teachers: Mapping[str, Teacher], settings: TeacherStage) -> list[Column]:

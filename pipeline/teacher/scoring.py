@@ -27,8 +27,6 @@ class Ask:
     top_k: int
     vocab_size: int
     """Output rows of the teacher."""
-    smoothing: float = 0.0
-    """Probability mass spread evenly over the vocabulary: p' = (1 - s) p + s / V."""
 
 
 def score_rows(group: Group, prompt: np.ndarray | None = None) -> list[ScoreRow]:
@@ -111,7 +109,7 @@ def build_column(
         if row is not None:
             reply = replies[row.row_id]
             check_reply(row, reply, ask)
-            _place(arrays, sample.loss_mask, reply, ask)
+            _place(arrays, sample.loss_mask, reply)
         samples[sample.sample_id] = arrays
     return Column(name=name, ordinal=group.ordinal, producer=producer, digest=digest, samples=samples)
 
@@ -127,15 +125,7 @@ def _blank(length: int, ask: Ask) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _place(arrays: dict[str, np.ndarray], loss_mask: np.ndarray, reply: ScoredRow, ask: Ask) -> None:
+def _place(arrays: dict[str, np.ndarray], loss_mask: np.ndarray, reply: ScoredRow) -> None:
     positions = np.flatnonzero(loss_mask)
     for name, array in arrays.items():
-        values = getattr(reply, name)[positions - positions[0]]
-        array[positions] = values if name == "topk_ids" else _smooth(values, ask)
-
-
-def _smooth(logprobs: np.ndarray, ask: Ask) -> np.ndarray:
-    if ask.smoothing == 0.0:
-        return logprobs
-    even = np.log(ask.smoothing) - np.log(ask.vocab_size)
-    return np.logaddexp(logprobs.astype(np.float64) + np.log1p(-ask.smoothing), even)
+        array[positions] = getattr(reply, name)[positions - positions[0]]

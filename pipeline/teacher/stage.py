@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
-import platform
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -23,6 +21,7 @@ from pipeline.teacher.acknowledged import acknowledged
 from pipeline.teacher.batches import take_batch
 from pipeline.teacher.books import Books
 from pipeline.teacher.lane import Lane, Outcome, Scorer
+from pipeline.teacher.reporting import stage_report
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -173,6 +172,8 @@ class ScoringStage:
             return 0.0
         if items[0].ordinal in self._books.alone or len(self._batch(lane, items, 1)) < len(items):
             return 0.0
+        if items[0].written_at <= lane.freed_at:
+            return 0.0  # it waited for a busy scorer already
         return self._settings.linger_ms / 1000 - max(self._books.waited_s(item, _now()) for item in items)
 
     def _start(self, lane: Lane, replica: int, batch: list[BacklogItem]) -> None:
@@ -193,7 +194,7 @@ class ScoringStage:
                 groups = await self._ask(lambda: self._buffer.read(ordinals, columns=False), "read")
                 outcome = await lane.attempt(groups, replica, again=not last) if groups else {}
             finally:
-                lane.release(replica)
+                lane.release(replica, self._clock())
             self._wake.set()  # the next call need not wait for the settlement of this one
             await self._settle(lane, outcome, last)
             if len(groups) < len(ordinals):
@@ -277,30 +278,9 @@ class ScoringStage:
         return await acknowledged(call, stage=self.field, what=what)
 
     def report(self) -> StageReport:
-        """Counters of groups; `detail`: heartbeat, scorers (LaneMetrics by name), marks, and the oldest group and its holder."""
-        held, lanes = self._books.held(), self._lanes
-        oldest = min(held, key=lambda item: item.written_at, default=None)
-        detail = {
-            "heartbeat": sum(lane.metrics.calls for lane in lanes.values()),
-            "scorers": {name: lane.report() for name, lane in lanes.items()},
-            "marks": dict(self._books.marks),
-        }
-        if oldest is not None:
-            detail["oldest"] = f"group {oldest.ordinal} (step {oldest.step}, scorer {self._route(oldest)})"
-        if busy := [f"replica {replica} of {name}" for name, lane in lanes.items() for replica in lane.busy()]:
-            detail["holder"] = ", ".join(busy)
-        return StageReport(
-            stage=self.field,
-            actor=self._actor,
-            pid=os.getpid(),
-            node=platform.node(),
-            started=self._books.taken,
-            finished=self._books.settled,
-            backlog=len(held),
-            oldest_s=0.0 if oldest is None else max(0.0, self._clock() - oldest.written_at),
-            busy_s=sum(lane.busy_s() for lane in lanes.values()),
-            detail=detail,
-        )
+        """See `reporting.stage_report`."""
+        by_scorer = {name: [item for item in self._books.held() if self._route(item) == name] for name in self._lanes}
+        return stage_report(self.field, self._actor, self._books, self._lanes, by_scorer, self._clock())
 
 
 def _now() -> float:

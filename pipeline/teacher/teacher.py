@@ -36,7 +36,6 @@ class Reading:
     """How one alias reads the tasks of one dataset."""
 
     alias: str
-    smoothing: float
     shots: Messages
     renderer: Renderer | None
     """The teacher's own; needed with shots only."""
@@ -106,8 +105,8 @@ class Teacher:
         reading, info = self._reading(group), self._info
         if info is None:
             raise RuntimeError(f"teacher {self.name} was not started")
-        digest = f"{info.digest}+shots{len(reading.shots)}+smoothing{reading.smoothing:g}"
-        ask = Ask(self._signal, self._top_k, info.vocab_size, reading.smoothing)
+        digest = f"{info.digest}+{len(reading.shots) // 2}shots" if reading.shots else info.digest
+        ask = Ask(self._signal, self._top_k, info.vocab_size)
         try:
             return build_column(group, rows, replies, ask, name=FIELD, producer=reading.alias, digest=digest)
         except RolloutError as error:
@@ -142,10 +141,10 @@ def make_teachers(
 def _reading(config: RunConfig, alias: str, dataset: str, renderers: Mapping[str, Renderer], shots: Shots) -> Reading:
     settings = config.teachers[alias]
     if settings.shots == 0:
-        return Reading(alias, settings.smoothing, (), None, 0)
+        return Reading(alias, (), None, 0)
     if alias not in renderers:
         raise ConfigError(f"teachers.{alias}.shots is {settings.shots}, and there is no renderer for its prompt")
     renderer, examples = renderers[alias], shots(dataset, settings.shots)
     bare: Messages = (("user", ""),)
     extra = len(renderer.render(examples + bare)) - len(renderer.render(bare))
-    return Reading(alias, settings.smoothing, examples, renderer, extra)
+    return Reading(alias, examples, renderer, extra)
