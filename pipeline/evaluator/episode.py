@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeline.agents.base import Agent, Episode, Trajectory
 from pipeline.errors import AgentTimeout, VerifierError, abort_reason, root_cause
-from pipeline.evaluator.spec import PhaseTimeouts
+from pipeline.evaluator.spec import PhaseTimeouts, PlacementToken
 from pipeline.records import Sample, aborted_sample
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ async def play(
     episode: Episode,
     timeouts: PhaseTimeouts,
     *,
-    node: str,
+    token: PlacementToken,
     turns: list[dict[str, Any]],
     clock: Callable[[], float],
 ) -> Sample:
@@ -58,8 +58,9 @@ async def play(
     sample = _aborted(episode, progress, fault) if fault is not None else _finished(episode, progress)
     if unclean is not None and sample.error is None:
         sample.error, sample.phase = root_cause(unclean), "cleanup"
-    sample.node = node
-    sample.turns = tuple({**turn, "node": node} for turn in (turns or (progress.trajectory.turns if progress.trajectory else [])))
+    sample.node = token.node
+    made = turns or (progress.trajectory.turns if progress.trajectory is not None else [])
+    sample.turns = tuple({**turn, "node": token.node, "gpu": token.gpu_id} for turn in made)
     sample.seconds = clock() - started
     return sample
 

@@ -102,7 +102,7 @@ class EvaluatorWorker:
     async def _play(self, episode: Episode, generator: SampleGenerator, timeouts: PhaseTimeouts, token: PlacementToken) -> Sample:
         make_agent = self._makers[episode.task.task_type]
         clock = asyncio.get_running_loop().time
-        return await play(make_agent, episode, timeouts, node=token.node, turns=generator.turns, clock=clock)
+        return await play(make_agent, episode, timeouts, token=token, turns=generator.turns, clock=clock)
 
     async def _end(self, plays: list[asyncio.Task[Sample]], cleanup_s: float) -> None:
         """Cancel what still runs and wait for its cleanup; an agent that ignores this is kept, and named in the log."""

@@ -1,0 +1,321 @@
+"""The evaluator pool: rolls out the batches of a step, and evaluates.
+
+Invariant: rollout(step) can be repeated at any time and does only what the ledger says is missing. Steps and evaluations that
+run at the same time share the placement pool and the workers, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipeline.buffer.api import Assignment, BufferClient, StageReport
+from pipeline.config.schema import RunConfig
+from pipeline.errors import AdmissionError, RolloutError, StageFailed, root_cause
+from pipeline.evaluation import details
+from pipeline.evaluation.summary import Played, summarise
+from pipeline.evaluator.breaker import Breaker
+from pipeline.evaluator.evaluating import Evaluation
+from pipeline.evaluator.evaluator import Evaluator
+from pipeline.evaluator.groups import GroupEnd, GroupRunner
+from pipeline.evaluator.ledger_calls import settled
+from pipeline.evaluator.nursery import nursery
+from pipeline.evaluator.placement import PlacementPool
+from pipeline.evaluator.spec import EvaluatorSpec, NodeSpec, specs_from_config
+from pipeline.evaluator.wakeup import WakeUp
+from pipeline.evaluator.worker import WorkerClient
+from pipeline.evaluator.workers import STAGE, Workers
+from pipeline.records import Batch, Sample, StepContext, Task
+
+log = logging.getLogger("evaluator")
+
+LOOK_AHEAD = 12
+"""Batches of one step that wait for admission at the same time: enough to pack well, few enough to keep every wait short."""
+
+
+class TaskSource(Protocol):
+    """What the pool asks of the fetcher."""
+
+    async def tasks(self, ordinals: Sequence[int]) -> list[Task]: ...
+
+    async def replacement(self, ordinal: int) -> Task | None: ...
+
+
+@dataclass(slots=True)
+class RolloutReport:
+    """What one call of rollout(step) did."""
+
+    step: int
+    committed: int = 0
+    already: int = 0
+    """Ordinals that were written before."""
+    replaced: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    """By reason."""
+    attempts: int = 0
+    samples: int = 0
+    aborted: int = 0
+    tokens: int = 0
+    """Generated."""
+    failure_classes: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("step", "committed", "already", "replaced", "attempts", "samples", "aborted", "tokens", "seconds")
+        plain = {name: getattr(self, name) for name in names}
+        return plain | {"dropped": dict(self.dropped), "failure_classes": dict(self.failure_classes)}
+
+
+class EvaluatorPool:
+    """nodes: of the placement pool (`Proof.pool`). workers: at least one; a worker plays the tokens of its node.
+
+    scorer: wakes the teacher stage (best effort). details_folder: where artefacts go. clock: None is the event loop's.
+    offload: runs file writes outside the event loop.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        buffer: BufferClient,
+        fetcher: TaskSource,
+        workers: Sequence[WorkerClient],
+        scorer: Callable[[], Awaitable[None]],
+        *,
+        nodes: Sequence[NodeSpec],
+        details_folder: Path,
+        clock: Callable[[], float] | None = None,
+        offload: Callable[..., Awaitable[Any]] = asyncio.to_thread,
+    ) -> None:
+        clock = clock or asyncio.get_running_loop().time
+        self._config = config
+        self._buffer = buffer
+        self._fetcher = fetcher
+        self._specs = specs_from_config(config)
+        self._clock = clock
+        self._offload = offload
+        self._details_folder = details_folder
+        self._placement = PlacementPool(nodes, patience_s=config.rollout.admission_patience_s, clock=clock)
+        self._workers = Workers(workers, self._placement, config.run.max_actor_restarts, clock)
+        self._wake = WakeUp(scorer)
+        breaker = Breaker(STAGE, config.rollout.max_consecutive_failures)
+        self._groups = GroupRunner(config, buffer, self._workers, breaker, self._wake, self._may_filter)
+        self._filtered: Counter[int] = Counter()
+        self._started_at: dict[tuple[int, int], float] = {}
+        self._finished = 0
+        self._started = 0
+        self._busy_s = 0.0
+        self._working_since: float | None = None
+
+    async def rollout(self, step: int, batches: Sequence[Batch]) -> RolloutReport:
+        """Raises BreakerTripped or StageFailed (with the cause), and the buffer's own errors."""
+        try:
+            return await self._rollout(step, batches)
+        except RolloutError:
+            raise
+        except Exception as error:
+            raise StageFailed(STAGE, f"rollout of step {step}: {root_cause(error)}") from error
+
+    async def _rollout(self, step: int, batches: Sequence[Batch]) -> RolloutReport:
+        started, report = self._clock(), RolloutReport(step)
+        played: dict[int, list[Played]] = {}
+        gate = asyncio.Semaphore(LOOK_AHEAD)
+        context = StepContext(step, min_version=max(0, step - 1 - self._config.rollout.max_staleness))
+        slots = await self._slots(step, sum(len(batch.ordinals) for batch in batches))
+
+        async with nursery() as group:
+
+            async def serve(tasks: list[Task]) -> None:
+                await self._batch(context, tasks, gate, done)
+
+            def done(task: Task, end: GroupEnd) -> None:
+                self._count(report, played, task, end)
+                if end.settled == "displaced":
+                    group.create_task(serve([task]), name=f"again {task.ordinal}")
+                elif end.settled == "dropped":
+                    group.create_task(replace(task.ordinal), name=f"replace {task.ordinal}")
+
+            async def replace(ordinal: int) -> None:
+                task = await settled("replacement", lambda: self._fetcher.replacement(ordinal))
+                if task is not None:
+                    report.replaced += 1
+                    await serve([task])
+
+            for tasks in await self._missing(slots, batches):
+                group.create_task(serve(tasks), name=f"batch of {tasks[0].ordinal}")
+            for slot in slots:
+                if slot.state == "dropped":
+                    group.create_task(replace(slot.ordinal), name=f"replace {slot.ordinal}")
+            report.already = sum(slot.state not in ("pending", "running", "dropped") for slot in slots)
+
+        await settled("close_rollout", lambda: self._buffer.close_rollout(step))
+        self._filtered.pop(step, None)
+        report.seconds = self._clock() - started
+        if self._config.observe.details:
+            await self._write_details(step, played)
+        return report
+
+    async def evaluate(
+        self,
+        evaluation_id: str,
+        tasks: Sequence[Task],
+        version: int,
+        *,
+        k: Sequence[int] | None = None,
+        min_coverage: float | None = None,
+        on_sample: Callable[[Task, Sample], None] | None = None,
+        folder: Path | None = None,
+    ) -> dict[str, Any]:
+        """Play all samples of the tasks with weight version `version` and no other; the summary is returned and written.
+
+        Repeating a complete evaluation returns its summary. Who calls holds the version (`WeightStore.hold`). None: as in `eval`.
+        """
+        folder = folder or self._details_folder
+        found = details.read_summary(folder, evaluation_id)
+        if found is not None:
+            return found
+        started, settings = self._clock(), self._config.eval
+        evaluation = Evaluation(self._specs, self._placement, self._workers, self._config.rollout.retries)
+        played = await evaluation.play(tasks, version, on_sample)
+        summary = summarise(
+            evaluation_id,
+            played,
+            k=settings.k if k is None else k,
+            min_coverage=settings.min_coverage if min_coverage is None else min_coverage,
+            version=version,
+        )
+        summary["seconds"] = self._clock() - started
+        await self._offload(details.write, folder, evaluation_id, played, summary)
+        return summary
+
+    def report(self) -> StageReport:
+        now = self._clock()
+        return StageReport(
+            stage=STAGE,
+            actor="EvaluatorPool",
+            pid=os.getpid(),
+            node=os.uname().nodename,
+            started=self._started,
+            finished=self._finished,
+            backlog=self._started - self._finished,
+            oldest_s=max((now - since for since in self._started_at.values()), default=0.0),
+            busy_s=self._busy_s + (0.0 if self._working_since is None else now - self._working_since),
+            detail={
+                "samples_running": self._workers.running,
+                "tokens_held": self._placement.held,
+                "batches_waiting": self._placement.waiting,
+                "workers_alive": self._workers.alive,
+                "worker_deaths": self._workers.deaths,
+                "oldest": self._oldest(),
+            },
+        )
+
+    async def close(self) -> None:
+        await self._wake.close()
+
+    async def _slots(self, step: int, count: int) -> list[Assignment]:
+        """The newest ordinal of each slot of the step, and its state. The step was assigned by the fetcher: this only reads."""
+        return await settled("assign", lambda: self._buffer.assign(step, count, None))
+
+    async def _missing(self, slots: list[Assignment], batches: Sequence[Batch]) -> list[list[Task]]:
+        """Tasks to roll out, batch by batch; replacements drawn before a restart come as batches of their own."""
+        wanted = {slot.ordinal for slot in slots if slot.state in ("pending", "running")}
+        rows = [[ordinal for ordinal in batch.ordinals if ordinal in wanted] for batch in batches]
+        batched = {ordinal for row in rows for ordinal in row}
+        rows += [[ordinal] for ordinal in sorted(wanted - batched)]
+        ordinals = [ordinal for row in rows for ordinal in row]
+        if not ordinals:
+            return []
+        tasks = {task.ordinal: task for task in await settled("tasks", lambda: self._fetcher.tasks(ordinals))}
+        return [[tasks[ordinal] for ordinal in row] for row in rows if row]
+
+    async def _batch(
+        self, context: StepContext, tasks: list[Task], gate: asyncio.Semaphore, done: Callable[[Task, GroupEnd], None]
+    ) -> None:
+        """Admit, run, give everything back."""
+        spec = self._specs[tasks[0].task_type]
+        async with gate:
+            evaluator = await self._admit(spec, sum(task.samples for task in tasks))
+        for task in tasks:
+            self._begin(context.step, task)
+
+        def ended(task: Task, end: GroupEnd) -> None:
+            self._end(context.step, task)
+            done(task, end)
+
+        try:
+            await evaluator.run(tasks, lambda task, local: self._groups.run(context, spec, task, local), ended)
+        finally:
+            for task in tasks:
+                self._started_at.pop((context.step, task.ordinal), None)
+
+    async def _admit(self, spec: EvaluatorSpec, samples: int) -> Evaluator:
+        per_sample = spec.sample_resource
+        while True:
+            count = min(spec.tokens_for(samples), self._placement.capacity(per_sample))
+            if count < 1:
+                raise StageFailed(STAGE, f"no node that is alive holds a sample of spec {spec.evaluator_id!r}: {per_sample}")
+            try:
+                tokens = await self._placement.acquire(per_sample.times(count), per_sample, count)
+            except AdmissionError:  # a node went while we waited; ask for what the others hold
+                continue
+            return Evaluator(tokens, self._placement)
+
+    def _may_filter(self, step: int) -> bool:
+        """A filtered group is dropped, and another drawn, up to the bound; after that it is kept, so that the step is not short."""
+        rollout = self._config.rollout
+        if rollout.on_dropped == "shrink":
+            return True
+        self._filtered[step] += 1
+        return self._filtered[step] <= rollout.filters.max_refill * rollout.tasks_per_step
+
+    def _count(self, report: RolloutReport, played: dict[int, list[Played]], task: Task, end: GroupEnd) -> None:
+        report.attempts += end.attempts
+        if end.settled == "already":
+            report.already += 1
+        elif end.settled == "dropped":
+            report.dropped[end.reason or "unknown"] += 1
+        if end.group is None:
+            return
+        played[task.ordinal] = [(task, sample) for sample in end.group.samples]
+        summary = summarise("", played[task.ordinal])
+        report.committed += 1
+        report.samples += len(end.group.samples)
+        report.aborted += sum(sample.status == "aborted" for sample in end.group.samples)
+        report.tokens += sum(int((sample.versions >= 0).sum()) for sample in end.group.samples)
+        report.failure_classes.update(summary["failure_classes"])
+
+    async def _write_details(self, step: int, played: dict[int, list[Played]]) -> None:
+        """Artefacts of a training step; what was committed before a restart is read back."""
+        slots = await self._slots(step, 0)
+        missing = [slot.ordinal for slot in slots if slot.state != "dropped" and slot.ordinal not in played]
+        if missing:
+            for group in await settled("read", lambda: self._buffer.read(missing, False)):
+                played[group.ordinal] = [(group.task, sample) for sample in group.samples]
+        entries = [entry for ordinal in sorted(played) for entry in played[ordinal]]
+        name = f"train_{step}"
+        await self._offload(details.write, self._details_folder, name, entries, summarise(name, entries))
+
+    def _begin(self, step: int, task: Task) -> None:
+        if not self._started_at:
+            self._working_since = self._clock()
+        self._started_at[step, task.ordinal] = self._clock()
+        self._started += 1
+
+    def _end(self, step: int, task: Task) -> None:
+        self._finished += 1
+        self._started_at.pop((step, task.ordinal), None)
+        if not self._started_at and self._working_since is not None:
+            self._busy_s += self._clock() - self._working_since
+            self._working_since = None
+
+    def _oldest(self) -> str | None:
+        if not self._started_at:
+            return None
+        step, ordinal = min(self._started_at, key=lambda key: self._started_at[key])
+        return f"ordinal {ordinal} of step {step}"
