@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipeline.agents.loading import load_agent
 from pipeline.batcher.strategies import load_strategy
 from pipeline.config.schema import RunConfig
 from pipeline.evaluator.spec import specs_from_config
@@ -14,6 +15,8 @@ def check_names(config: RunConfig) -> Catalog:
     """The catalog, once every name in the configuration has been found. Raises ConfigError."""
     specs_from_config(config)
     load_strategy(config.rollout.strategy)
+    for spec in config.specs:
+        load_agent(spec.agent)
     if config.rollout.filters.custom is not None:
         load_callable(config.rollout.filters.custom, "rollout.filters.custom")
     catalog = Catalog(config)

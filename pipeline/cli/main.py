@@ -26,6 +26,8 @@ UsageError = typer.BadParameter.__base__
 """What the command line itself refuses, whichever way typer brings its parser along."""
 
 FINISHED, FAILED, USAGE, STOPPED, LOCKED = 0, 1, 2, 3, 4
+INTERRUPTED = 130
+"""Ctrl-C during a command that is no run: a run handles its signals itself."""
 
 
 def build_app() -> typer.Typer:
@@ -62,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
             traceback.print_exc()
         return _say(_with_cause(error), FAILED)
     except (KeyboardInterrupt, typer.Abort):
-        return _say("interrupted", STOPPED)
+        return _say("interrupted", INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output went away, as `| head` does; keep the interpreter from complaining about it at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

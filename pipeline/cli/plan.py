@@ -22,9 +22,9 @@ def register(app: typer.Typer) -> None:
 
 def plan(config: ConfigArgument, overrides: OverridesArgument = None, as_json: JsonOption = False) -> None:
     from pipeline.cli.output import echo_json, show
-    from pipeline.config.loading import open_config
+    from pipeline.config.loading import read_config
 
-    made = make_plan(open_config(config, overrides or ()))
+    made = make_plan(read_config(config, overrides))
     if as_json:
         echo_json(made)
     else:

@@ -14,11 +14,10 @@ import shutil
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from pipeline.config.loading import Loaded
+from pipeline.config.loading import Loaded, dump, read_config
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
 from pipeline.importing import is_reference
@@ -58,12 +57,24 @@ def create_run_folder(root: Path, loaded: Loaded, run_id: str | None, now: datet
         ) from None
     except OSError as error:
         raise UserError(f"{paths.root} cannot be made: {error.strerror}; choose another --runs-dir") from error
-    data = config.model_dump(mode="json")
-    data["run"]["id"] = run_id
-    _copy_inputs(config, data, paths)
     _copy_modules(config, loaded.path.resolve().parent, paths)
-    _write(paths.config, yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
+    held = _copy_inputs(config, paths)
+    write_config(paths, held.model_copy(update={"run": held.run.model_copy(update={"id": run_id})}))
     return paths
+
+
+def load_run(paths: RunPaths) -> RunConfig:
+    """The configuration of a run; its own modules can be imported from then on."""
+    return read_config(paths.config).config
+
+
+def write_config(paths: RunPaths, config: RunConfig) -> None:
+    """Replace `config.yaml` as a whole. Paths inside the run folder become relative to it, so that it can be moved."""
+    data = yaml.safe_load(dump(config))
+    for name, dataset in config.datasets.items():
+        if dataset.path is not None and dataset.path.is_relative_to(paths.root):
+            data["datasets"][name]["path"] = dataset.path.relative_to(paths.root).as_posix()
+    _write(paths.config, yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
 
 
 def find_run(root: Path, run: str) -> RunPaths:
@@ -91,7 +102,9 @@ def list_runs(root: Path) -> list[RunPaths]:
     return [paths for _, paths in sorted(begun, key=lambda pair: (-pair[0], pair[1].run_id))]
 
 
-def _copy_inputs(config: RunConfig, data: dict[str, Any], paths: RunPaths) -> None:
+def _copy_inputs(config: RunConfig, paths: RunPaths) -> RunConfig:
+    """Copy every input file to `data`; returns the configuration that reads them there."""
+    held = dict(config.datasets)
     for name, dataset in config.datasets.items():
         if dataset.path is None:
             continue
@@ -101,7 +114,8 @@ def _copy_inputs(config: RunConfig, data: dict[str, Any], paths: RunPaths) -> No
         paths.data.mkdir(exist_ok=True)
         target = paths.data / (re.sub(r"[^A-Za-z0-9._-]", "_", name) + dataset.path.suffix)
         shutil.copyfile(dataset.path, target)
-        data["datasets"][name]["path"] = target.relative_to(paths.root).as_posix()
+        held[name] = dataset.model_copy(update={"path": target})
+    return config.model_copy(update={"datasets": held})
 
 
 def _copy_modules(config: RunConfig, folder: Path, paths: RunPaths) -> None:

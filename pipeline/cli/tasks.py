@@ -47,9 +47,9 @@ def check(
 ) -> None:
     from pipeline.cli.checks import check_names
     from pipeline.cli.output import echo_json, show
-    from pipeline.config.loading import open_config
+    from pipeline.config.loading import read_config
 
-    catalog = check_names(open_config(config, overrides or ()).config)
+    catalog = check_names(read_config(config, overrides).config)
     found = {name: check_dataset(catalog, name, items) for name in catalog.shelves}
     good = not any(checked.failures for checked in found.values())
     if as_json:

@@ -44,12 +44,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     return Loaded(config, _origins(config, said, overridden), path)
 
 
-def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+def read_config(path: str | Path, overrides: Sequence[str] | None = None) -> Loaded:
     """Load a configuration and let its own modules be imported, from beside it or from a run's `code` folder.
 
     Every process that makes something named by `module:attribute` begins with this.
     """
-    loaded = load(path, overrides)
+    loaded = load(path, overrides or ())
     beside = loaded.path.resolve().parent
     add_code_folder(beside)
     if (beside / "code").is_dir():

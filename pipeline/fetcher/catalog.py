@@ -73,7 +73,9 @@ class Catalog:
         The choice depends on the data set's own seed, so that runs of other seeds are judged by the same items.
         """
         settings = self._config.eval
-        chosen = [(shelf, _chosen(shelf, shelf.held_out, settings.items)) for shelf in self.shelves.values() if shelf.settings.evaluate]
+        chosen = [
+            (shelf, _chosen(shelf, shelf.held_out, settings.items)) for shelf in self.shelves.values() if shelf.settings.evaluate
+        ]
         longest = max((len(items) for _, items in chosen), default=0)
         order = [(shelf, items[place]) for place in range(longest) for shelf, items in chosen if place < len(items)]
         return [

@@ -73,7 +73,10 @@ def numeric(task: Task, text: str) -> float:
 
 
 class GymVerifier:
-    """The generator's own scorer, on the entry made again from its seed and index. Keeps what it made for the next sample."""
+    """The generator's own scorer, on the entry made again from its seed and index.
+
+    Keeps what it made for the next sample; several threads may call it, each of which looks at the kept entry once.
+    """
 
     def __init__(self) -> None:
         self._generators: dict[str, Any] = {}
@@ -87,8 +90,7 @@ class GymVerifier:
         key = json.dumps([origin["generator"], origin["params"], origin["seed"], origin["size"]], sort_keys=True)
         if key not in self._generators:
             self._generators[key] = make_generator(origin["generator"], origin["params"], seed=origin["seed"], size=origin["size"])
-        generator = self._generators[key]
-        entry = self._entry  # a local name: another thread may replace the kept one meanwhile
+        generator, entry = self._generators[key], self._entry
         if entry is None or entry[0] != (key, origin["index"]):
             entry = self._entry = ((key, origin["index"]), generator[origin["index"]])
         return float(generator.score_answer(text.strip(), entry[1]))

@@ -24,6 +24,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
         (["rollout.filters.custom=none:x"], "rollout.filters.custom 'none:x': no module 'none'"),
         (["specs=[{resource: {memory_gb: 100000}}]"], "which fits no node"),
         (["specs=[{}, {}]"], "has a spec already"),
+        (["specs=[{agent: singel_turn}]"], "agent 'singel_turn' is unknown"),
         (["trainer.steps"], "is not of the form key.path=value"),
         (["--jsno"], "No such option: --jsno"),
     ],
@@ -84,7 +85,8 @@ def _caused() -> StageFailed:
         (_caused(), 1, "error: stage trainer: gave up (cause: EngineError: no memory)\n"),
         (EngineError("plain"), 1, "error: plain\n"),
         (typer.Exit(3), 3, ""),
-        (KeyboardInterrupt(), 3, "error: interrupted\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (typer.Abort(), 130, "error: interrupted\n"),
     ],
 )
 def test_exit_codes(monkeypatch, capsys, error, code, text):

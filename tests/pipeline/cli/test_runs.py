@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.runs import check_run_id, create_run_folder, find_run, list_runs, new_run_id, run_root
+from pipeline.cli.runs import check_run_id, create_run_folder, find_run, list_runs, load_run, new_run_id, run_root, write_config
 from pipeline.config.loading import load
 from pipeline.errors import UserError
+from pipeline.paths import RunPaths
 
 NOW = datetime(2030, 1, 2, 3, 4, 5)
 CUSTOM = Path(__file__).parents[3] / "configs" / "custom_task" / "run.yaml"
@@ -63,6 +64,15 @@ def test_an_id_that_exists_is_refused(config_file, tmp_path):
     assert create_run_folder(tmp_path / "runs", loaded, None, NOW).run_id.startswith("run-20300102-030405-")
 
 
+def test_a_changed_configuration_stays_movable(config_file, tmp_path):
+    paths = create_run_folder(tmp_path / "runs", load(config_file), "one", NOW)
+    longer = load(paths.config, ["trainer.steps=99"]).config
+    write_config(paths, longer)
+    assert load_run(paths) == longer
+    moved = paths.root.rename(tmp_path / "moved")
+    assert load_run(RunPaths(moved)).datasets["d"].path == moved / "data" / "d.jsonl"
+
+
 def test_a_missing_input_leaves_no_folder(config_file, tmp_path):
     loaded = load(config_file, ["datasets.d.path=none.jsonl"])
     with pytest.raises(UserError, match="no such file"):
@@ -89,10 +99,10 @@ def test_find_and_list(config_file, tmp_path):
 def test_own_modules_travel_with_the_run(tmp_path):
     paths = create_run_folder(tmp_path / "runs", load(CUSTOM), "own", NOW)
     script = (
-        "from pipeline.config.loading import open_config\n"
+        "from pipeline.config.loading import read_config\n"
         "from pipeline.fetcher.catalog import Catalog\n"
         "from pipeline.fetcher.verifiers import load_verifier\n"
-        f"catalog = Catalog(open_config({str(paths.config)!r}).config)\n"
+        f"catalog = Catalog(read_config({str(paths.config)!r}).config)\n"
         "task = catalog.task(0)\n"
         "assert load_verifier(task.verifier)(task, task.answer) == 1.0\n"
         "import my_task; print(my_task.__file__)\n"
