@@ -16,10 +16,11 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli import doctor, make_teacher, plan, schema, tasks
+from pipeline.cli import doctor, make_teacher, plan, report, schema, status, tasks
+from pipeline.cli import run as run_command
 from pipeline.errors import Locked, RolloutError, UserError, root_cause
 
-COMMANDS = (plan, schema, doctor, make_teacher, tasks)
+COMMANDS = (run_command, plan, status, report, tasks, make_teacher, doctor, schema)
 """Modules with `register(app)`, in the order of the help text."""
 
 UsageError = typer.BadParameter.__base__
