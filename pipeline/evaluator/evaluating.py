@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from pipeline.buffer.api import Attempt
 from pipeline.config.stages import Retries
-from pipeline.errors import StageFailed, is_infrastructure
+from pipeline.errors import AdmissionError, StageFailed, is_infrastructure
 from pipeline.evaluation.interleave import Unit, interleave
 from pipeline.evaluation.summary import Played
 from pipeline.evaluator.nursery import nursery
@@ -60,7 +60,10 @@ class Evaluation:
         count = min(spec.tokens_for(len(queue)), self._placement.capacity(per_sample))
         if count < 1:
             raise StageFailed(STAGE, f"no node that is alive holds a sample of spec {spec.evaluator_id!r}: {per_sample}")
-        tokens = await self._placement.acquire(per_sample.times(count), per_sample, count)
+        try:
+            tokens = await self._placement.acquire(per_sample.times(count), per_sample, count)
+        except AdmissionError:  # a node went while we waited; the next round asks for what the others hold
+            return
 
         async def lane(token: PlacementToken) -> None:
             while queue:

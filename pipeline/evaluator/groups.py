@@ -7,9 +7,10 @@ samples, by the attempt that made it; a sample that failed is never given a rewa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeline.buffer.api import Attempt, AttemptEnd, BufferClient, Outcome
@@ -24,6 +25,8 @@ from pipeline.evaluator.spec import EvaluatorSpec, PlacementToken
 from pipeline.evaluator.workers import NodeGone, WorkerLost, Workers
 from pipeline.records import Group, Sample, StepContext, Task
 
+STOP_POLL_S = 0.05
+
 Settled = Literal["committed", "already", "dropped", "displaced"]
 """`already`: written before, or by another attempt. `displaced`: its node is gone; it needs tokens elsewhere."""
 
@@ -36,8 +39,6 @@ class GroupEnd:
     group: Group | None = None
     """What was committed."""
     attempts: int = 0
-    filtered: bool = False
-    """Dropped by a group filter."""
 
 
 class GroupRunner:
@@ -59,36 +60,58 @@ class GroupRunner:
         self._breaker = breaker
         self._wake = wake
         self._may_filter = may_filter
+        self._dispatching = asyncio.Event()
+        self._dispatching.set()
+        self.in_flight = 0
+        """Attempts that run."""
 
     async def run(self, context: StepContext, spec: EvaluatorSpec, task: Task, local: LocalPool) -> GroupEnd:
         attempts = 0
         while True:
             first = await local.take(1 if self._keeps_samples(task) else min(task.samples, local.size))
+            await self._dispatching.wait()
+            self.in_flight += 1
             try:
-                attempt = await self._start(context, task, first[0].node)
+                ended = await self._attempt(context, spec, task, local, first)
             except AttemptRefused:
                 local.give(first)
-                return await self._found(context.step, task, attempts)
+                return replace(await self._found(context.step, task), attempts=attempts)
+            finally:
+                self.in_flight -= 1
             attempts += 1
-            try:
-                samples = await self._samples(context, spec, task, attempt, local, first)
-            except WorkerLost as error:
-                end, wait_s = await self._end(attempt, "lost", str(error)), 0.0
-            except NodeGone as error:
-                end = await self._end(attempt, "lost", str(error))
-                if end.again:
-                    return GroupEnd("displaced", attempts=attempts)
-                wait_s = 0.0
-            else:
-                outcome, reason = self._judge(samples)
-                if outcome is None:
-                    return await self._keep(context, task, attempt, samples, attempts)
-                end = await self._end(attempt, outcome, reason)
-                wait_s = end.wait_s
-                self._breaker.failure(f"ordinal {task.ordinal}, {reason}: {_first_error(samples)}")
-            if not end.again:
-                return GroupEnd("dropped" if end.dropped is not None else "already", end.dropped, attempts=attempts)
-            await asyncio.sleep(wait_s)
+            if isinstance(ended, GroupEnd):
+                return replace(ended, attempts=attempts)
+            if not ended.again:
+                return GroupEnd("dropped" if ended.dropped is not None else "already", ended.dropped, attempts=attempts)
+            await asyncio.sleep(ended.wait_s)
+
+    async def stop(self, grace_s: float) -> int:
+        """Start no more attempts, and wait for those that run. Returns how many still ran after `grace_s` seconds."""
+        self._dispatching.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self.in_flight:
+                    await asyncio.sleep(STOP_POLL_S)
+        return self.in_flight
+
+    async def _attempt(
+        self, context: StepContext, spec: EvaluatorSpec, task: Task, local: LocalPool, first: list[PlacementToken]
+    ) -> GroupEnd | AttemptEnd:
+        """AttemptEnd: it came to nothing; the ledger says what follows."""
+        attempt = await self._start(context, task, first[0].node)
+        try:
+            samples = await self._samples(context, spec, task, attempt, local, first)
+        except WorkerLost as error:
+            return await self._end(attempt, "lost", str(error))
+        except NodeGone as error:
+            end = await self._end(attempt, "lost", str(error))
+            return GroupEnd("displaced") if end.again else end
+        outcome, reason = self._judge(samples)
+        if outcome is None:
+            return await self._keep(context, task, attempt, samples)
+        end = await self._end(attempt, outcome, reason)
+        self._breaker.failure(f"ordinal {task.ordinal}, {reason}: {_first_error(samples)}")
+        return end
 
     async def _samples(
         self,
@@ -149,14 +172,14 @@ class GroupRunner:
         reason = self._filter(group)
         if reason is not None and self._may_filter(context.step):
             await settled("discard", lambda: self._buffer.discard(task.ordinal, reason))
-            return GroupEnd("dropped", reason, attempts=attempts, filtered=True)
+            return GroupEnd("dropped", reason)
         try:
             await settled("commit", lambda: self._buffer.commit(attempt, group))
         except LateCommit:
-            return await self._found(context.step, task, attempts)
+            return await self._found(context.step, task)
         if task.needs:
             self._wake()
-        return GroupEnd("committed", group=group, attempts=attempts)
+        return GroupEnd("committed", group=group)
 
     def _filter(self, group: Group) -> str | None:
         filters = self._rollout.filters
@@ -173,13 +196,13 @@ class GroupRunner:
     async def _end(self, attempt: Attempt, outcome: Outcome, reason: str) -> AttemptEnd:
         return await settled("end_attempt", lambda: self._buffer.end_attempt(attempt, outcome, reason))
 
-    async def _found(self, step: int, task: Task, attempts: int) -> GroupEnd:
+    async def _found(self, step: int, task: Task) -> GroupEnd:
         """What became of an ordinal that is not ours to roll out (any more). One that left its slot was dropped."""
         slots = await settled("assign", lambda: self._buffer.assign(step, 0, None))
         state = next((slot.state for slot in slots if slot.ordinal == task.ordinal), "dropped")
         if state in ("pending", "running"):
-            return GroupEnd("displaced", attempts=attempts)
-        return GroupEnd("dropped" if state == "dropped" else "already", attempts=attempts)
+            return GroupEnd("displaced")
+        return GroupEnd("dropped" if state == "dropped" else "already")
 
 
 def _first_error(samples: list[Sample]) -> str:

@@ -1,4 +1,4 @@
-"""Calls of the replay buffer from the evaluator pool: repeated over a restart of the buffer, bounded in all.
+"""Calls of the replay buffer and the fetcher from the evaluator pool: repeated over a restart of theirs, bounded in all.
 
 Invariant: every call made here may be repeated (it takes an id, or changes nothing the second time), so a lost acknowledgement
 costs nothing.
@@ -21,8 +21,8 @@ ATTEMPTS = 5
 PAUSE_S = 1.0
 
 
-async def settled(what: str, call: Callable[[], Awaitable[R]]) -> R:
-    """The call's answer. Raises StageFailed of the replay buffer when it cannot be reached; its refusals pass as they are."""
+async def settled(what: str, call: Callable[[], Awaitable[R]], stage: str = "replay_buffer") -> R:
+    """The call's answer. Raises StageFailed of that stage when it cannot be reached; its refusals pass as they are."""
     last: Exception | None = None
     for attempt in range(ATTEMPTS):
         if attempt:
@@ -31,6 +31,6 @@ async def settled(what: str, call: Callable[[], Awaitable[R]]) -> R:
             async with asyncio.timeout(CALL_S):
                 return await call()
         except (ConnectionError, TimeoutError) as error:
-            log.warning("the replay buffer did not answer %s", what, exc_info=error)
+            log.warning("%s did not answer %s", stage, what, exc_info=error)
             last = error
-    raise StageFailed("replay_buffer", f"no answer to {what} after {ATTEMPTS} tries: {last!r}") from last
+    raise StageFailed(stage, f"no answer to {what} after {ATTEMPTS} tries: {last!r}") from last

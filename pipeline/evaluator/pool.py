@@ -10,8 +10,8 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +26,9 @@ from pipeline.evaluator.evaluator import Evaluator
 from pipeline.evaluator.groups import GroupEnd, GroupRunner
 from pipeline.evaluator.ledger_calls import settled
 from pipeline.evaluator.nursery import nursery
+from pipeline.evaluator.occupancy import Occupancy
 from pipeline.evaluator.placement import PlacementPool
+from pipeline.evaluator.rollout_report import RolloutReport
 from pipeline.evaluator.spec import EvaluatorSpec, NodeSpec, specs_from_config
 from pipeline.evaluator.wakeup import WakeUp
 from pipeline.evaluator.worker import WorkerClient
@@ -45,31 +47,6 @@ class TaskSource(Protocol):
     async def tasks(self, ordinals: Sequence[int]) -> list[Task]: ...
 
     async def replacement(self, ordinal: int) -> Task | None: ...
-
-
-@dataclass(slots=True)
-class RolloutReport:
-    """What one call of rollout(step) did."""
-
-    step: int
-    committed: int = 0
-    already: int = 0
-    """Ordinals that were written before."""
-    replaced: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    """By reason."""
-    attempts: int = 0
-    samples: int = 0
-    aborted: int = 0
-    tokens: int = 0
-    """Generated."""
-    failure_classes: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        names = ("step", "committed", "already", "replaced", "attempts", "samples", "aborted", "tokens", "seconds")
-        plain = {name: getattr(self, name) for name in names}
-        return plain | {"dropped": dict(self.dropped), "failure_classes": dict(self.failure_classes)}
 
 
 class EvaluatorPool:
@@ -105,21 +82,14 @@ class EvaluatorPool:
         self._wake = WakeUp(scorer)
         breaker = Breaker(STAGE, config.rollout.max_consecutive_failures)
         self._groups = GroupRunner(config, buffer, self._workers, breaker, self._wake, self._may_filter)
+        self._evaluation = Evaluation(self._specs, self._placement, self._workers, config.rollout.retries)
         self._filtered: Counter[int] = Counter()
-        self._started_at: dict[tuple[int, int], float] = {}
-        self._finished = 0
-        self._started = 0
-        self._busy_s = 0.0
-        self._working_since: float | None = None
+        self._occupancy = Occupancy(clock)
 
     async def rollout(self, step: int, batches: Sequence[Batch]) -> RolloutReport:
         """Raises BreakerTripped or StageFailed (with the cause), and the buffer's own errors."""
-        try:
+        with _as_stage_failure(f"rollout of step {step}"):
             return await self._rollout(step, batches)
-        except RolloutError:
-            raise
-        except Exception as error:
-            raise StageFailed(STAGE, f"rollout of step {step}: {root_cause(error)}") from error
 
     async def _rollout(self, step: int, batches: Sequence[Batch]) -> RolloutReport:
         started, report = self._clock(), RolloutReport(step)
@@ -127,6 +97,7 @@ class EvaluatorPool:
         gate = asyncio.Semaphore(LOOK_AHEAD)
         context = StepContext(step, min_version=max(0, step - 1 - self._config.rollout.max_staleness))
         slots = await self._slots(step, sum(len(batch.ordinals) for batch in batches))
+        report.already = sum(slot.state not in ("pending", "running", "dropped") for slot in slots)
 
         async with nursery() as group:
 
@@ -134,14 +105,14 @@ class EvaluatorPool:
                 await self._batch(context, tasks, gate, done)
 
             def done(task: Task, end: GroupEnd) -> None:
-                self._count(report, played, task, end)
+                report.add(end)
                 if end.settled == "displaced":
                     group.create_task(serve([task]), name=f"again {task.ordinal}")
                 elif end.settled == "dropped":
                     group.create_task(replace(task.ordinal), name=f"replace {task.ordinal}")
 
             async def replace(ordinal: int) -> None:
-                task = await settled("replacement", lambda: self._fetcher.replacement(ordinal))
+                task = await settled("replacement", lambda: self._fetcher.replacement(ordinal), "fetcher")
                 if task is not None:
                     report.replaced += 1
                     await serve([task])
@@ -151,7 +122,6 @@ class EvaluatorPool:
             for slot in slots:
                 if slot.state == "dropped":
                     group.create_task(replace(slot.ordinal), name=f"replace {slot.ordinal}")
-            report.already = sum(slot.state not in ("pending", "running", "dropped") for slot in slots)
 
         await settled("close_rollout", lambda: self._buffer.close_rollout(step))
         self._filtered.pop(step, None)
@@ -180,40 +150,45 @@ class EvaluatorPool:
         if found is not None:
             return found
         started, settings = self._clock(), self._config.eval
-        evaluation = Evaluation(self._specs, self._placement, self._workers, self._config.rollout.retries)
-        played = await evaluation.play(tasks, version, on_sample)
-        summary = summarise(
-            evaluation_id,
-            played,
-            k=settings.k if k is None else k,
-            min_coverage=settings.min_coverage if min_coverage is None else min_coverage,
-            version=version,
-        )
-        summary["seconds"] = self._clock() - started
-        await self._offload(details.write, folder, evaluation_id, played, summary)
+        with _as_stage_failure(f"evaluation {evaluation_id}"):
+            played = await self._evaluation.play(tasks, version, on_sample)
+            summary = summarise(
+                evaluation_id,
+                played,
+                k=settings.k if k is None else k,
+                min_coverage=settings.min_coverage if min_coverage is None else min_coverage,
+                version=version,
+            )
+            summary["seconds"] = self._clock() - started
+            await self._offload(details.write, folder, evaluation_id, played, summary)
         return summary
 
     def report(self) -> StageReport:
-        now = self._clock()
+        work = self._occupancy
+        oldest_s, oldest = work.oldest()
         return StageReport(
             stage=STAGE,
             actor="EvaluatorPool",
             pid=os.getpid(),
             node=os.uname().nodename,
-            started=self._started,
-            finished=self._finished,
-            backlog=self._started - self._finished,
-            oldest_s=max((now - since for since in self._started_at.values()), default=0.0),
-            busy_s=self._busy_s + (0.0 if self._working_since is None else now - self._working_since),
+            started=work.started,
+            finished=work.finished,
+            backlog=work.backlog,
+            oldest_s=oldest_s,
+            busy_s=work.busy_s(),
             detail={
                 "samples_running": self._workers.running,
                 "tokens_held": self._placement.held,
                 "batches_waiting": self._placement.waiting,
                 "workers_alive": self._workers.alive,
                 "worker_deaths": self._workers.deaths,
-                "oldest": self._oldest(),
+                "oldest": oldest,
             },
         )
+
+    async def stop(self, grace_s: float) -> int:
+        """Dispatch nothing new and let what runs end; returns how many groups still ran after `grace_s` seconds."""
+        return await self._groups.stop(grace_s)
 
     async def close(self) -> None:
         await self._wake.close()
@@ -231,7 +206,7 @@ class EvaluatorPool:
         ordinals = [ordinal for row in rows for ordinal in row]
         if not ordinals:
             return []
-        tasks = {task.ordinal: task for task in await settled("tasks", lambda: self._fetcher.tasks(ordinals))}
+        tasks = {task.ordinal: task for task in await settled("tasks", lambda: self._fetcher.tasks(ordinals), "fetcher")}
         return [[tasks[ordinal] for ordinal in row] for row in rows if row]
 
     async def _batch(
@@ -242,17 +217,17 @@ class EvaluatorPool:
         async with gate:
             evaluator = await self._admit(spec, sum(task.samples for task in tasks))
         for task in tasks:
-            self._begin(context.step, task)
+            self._occupancy.begin(context.step, task.ordinal)
 
         def ended(task: Task, end: GroupEnd) -> None:
-            self._end(context.step, task)
+            self._occupancy.end(context.step, task.ordinal)
             done(task, end)
 
         try:
             await evaluator.run(tasks, lambda task, local: self._groups.run(context, spec, task, local), ended)
         finally:
             for task in tasks:
-                self._started_at.pop((context.step, task.ordinal), None)
+                self._occupancy.end(context.step, task.ordinal)
 
     async def _admit(self, spec: EvaluatorSpec, samples: int) -> Evaluator:
         per_sample = spec.sample_resource
@@ -274,22 +249,6 @@ class EvaluatorPool:
         self._filtered[step] += 1
         return self._filtered[step] <= rollout.filters.max_refill * rollout.tasks_per_step
 
-    def _count(self, report: RolloutReport, played: dict[int, list[Played]], task: Task, end: GroupEnd) -> None:
-        report.attempts += end.attempts
-        if end.settled == "already":
-            report.already += 1
-        elif end.settled == "dropped":
-            report.dropped[end.reason or "unknown"] += 1
-        if end.group is None:
-            return
-        played[task.ordinal] = [(task, sample) for sample in end.group.samples]
-        summary = summarise("", played[task.ordinal])
-        report.committed += 1
-        report.samples += len(end.group.samples)
-        report.aborted += sum(sample.status == "aborted" for sample in end.group.samples)
-        report.tokens += sum(int((sample.versions >= 0).sum()) for sample in end.group.samples)
-        report.failure_classes.update(summary["failure_classes"])
-
     async def _write_details(self, step: int, played: dict[int, list[Played]]) -> None:
         """Artefacts of a training step; what was committed before a restart is read back."""
         slots = await self._slots(step, 0)
@@ -301,21 +260,13 @@ class EvaluatorPool:
         name = f"train_{step}"
         await self._offload(details.write, self._details_folder, name, entries, summarise(name, entries))
 
-    def _begin(self, step: int, task: Task) -> None:
-        if not self._started_at:
-            self._working_since = self._clock()
-        self._started_at[step, task.ordinal] = self._clock()
-        self._started += 1
 
-    def _end(self, step: int, task: Task) -> None:
-        self._finished += 1
-        self._started_at.pop((step, task.ordinal), None)
-        if not self._started_at and self._working_since is not None:
-            self._busy_s += self._clock() - self._working_since
-            self._working_since = None
-
-    def _oldest(self) -> str | None:
-        if not self._started_at:
-            return None
-        step, ordinal = min(self._started_at, key=lambda key: self._started_at[key])
-        return f"ordinal {ordinal} of step {step}"
+@contextmanager
+def _as_stage_failure(what: str) -> Iterator[None]:
+    """Errors that the pipeline raises on purpose pass; anything else is this stage's failure, with its cause."""
+    try:
+        yield
+    except RolloutError:
+        raise
+    except Exception as error:
+        raise StageFailed(STAGE, f"{what}: {root_cause(error)}") from error
