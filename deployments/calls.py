@@ -152,3 +152,28 @@ class RemoteEngine:
             if isinstance(remote, RolloutError):
                 raise remote from remote.__cause__
             raise EngineUnavailable(f"{self._app}.{method}: {first_line(remote)}") from remote
+
+
+class RemoteWorker:
+    """An EvaluatorWorker's actor, as `pipeline.evaluator.worker.WorkerClient`. Not retried: its death is a lost attempt."""
+
+    def __init__(self, run_id: str, stage: str, node: str, player: str = "student") -> None:
+        self.node = node
+        self._stage = RemoteStage(run_id, stage)
+        self._player = player
+
+    async def run_samples(self, *args: Any) -> list:
+        """Bounded by the phases' deadlines in the worker, and by pings: a worker that answers none is gone."""
+        reference = self._stage.handle().run_samples.remote(*args, player=self._player)
+        result = asyncio.wrap_future(reference.future())
+        try:
+            while not (await asyncio.wait({result}, timeout=PING_S))[0]:
+                await self._stage.ping()
+            return result.result()
+        except RayError as error:
+            remote = unwrap(error, self._stage._stage)
+            raise remote from remote.__cause__
+        except TimeoutError as error:
+            raise ConnectionError(f"worker {self.node} does not answer") from error
+        finally:
+            result.cancel()

@@ -10,7 +10,7 @@ from ray import serve
 
 from deployments.hosting import log_to_file
 from deployments.names import ENGINE_DEPLOYMENT
-from pipeline.config.loading import load
+from pipeline.config.loading import read_config
 from pipeline.config.schema import RunConfig
 from pipeline.engines.base import Completion, EngineInfo, GenerateRequest, ScoredRow, ScoreRow, Signal, Version
 from pipeline.engines.weights import Published, WeightStore
@@ -55,7 +55,7 @@ class StudentEngine(_EngineReplica):
     async def __init__(self, root: str) -> None:
         paths = RunPaths(Path(root))
         log_to_file(paths, "student_engine")
-        config = load(paths.config, []).config
+        config = read_config(paths.config).config
         weights = WeightStore(paths.weights)
         published = await _first_weights(weights, config.run.start_timeout_s)
         self.engine = await asyncio.to_thread(_student, config, published.path, weights)
@@ -66,7 +66,7 @@ class TeacherEngine(_EngineReplica):
     async def __init__(self, root: str, alias: str) -> None:
         paths = RunPaths(Path(root))
         log_to_file(paths, f"teacher_engine_{alias}")
-        config = load(paths.config, []).config
+        config = read_config(paths.config).config
         self.engine = await asyncio.to_thread(_teacher, config, alias, paths.cache)
 
 
@@ -99,8 +99,7 @@ def _teacher(config: RunConfig, alias: str, cache: Path) -> Any:
         from pipeline.trainer.assets import tokenizer_folder
 
         return FixedCostTeacher(teacher, tokenizer_folder(config, catalog, cache))
-    from pipeline.trainer.assets import teacher_folder
-
     from pipeline.engines.torch_engine import TorchEngine
+    from pipeline.trainer.assets import teacher_folder
 
     return TorchEngine(teacher_folder(config, alias, catalog, cache), None, config.engine, smoothing=teacher.smoothing)

@@ -11,7 +11,7 @@ from typing import Any
 from deployments.calls import RemoteEngine
 from deployments.hosting import log_to_file
 from deployments.names import ENGINE_DEPLOYMENT, student_app, teacher_app
-from pipeline.config.loading import load
+from pipeline.config.loading import read_config
 from pipeline.engines.renderer import ChatRenderer
 from pipeline.evaluator.spec import specs_from_config
 from pipeline.evaluator.worker import EvaluatorWorker
@@ -33,7 +33,7 @@ class EvaluatorWorkerActor:
 
     async def _build(self) -> dict[str, EvaluatorWorker]:
         """A player of the student's tasks, and one for each teacher (for the teachers' own evaluation)."""
-        config = load(self.paths.config, []).config
+        config = read_config(self.paths.config).config
         catalog = await asyncio.to_thread(Catalog, config)
         folder = await asyncio.to_thread(_tokenizer, config, catalog, self.paths.cache)
         renderer = ChatRenderer.load(folder)

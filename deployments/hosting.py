@@ -18,7 +18,7 @@ from typing import Any
 
 from deployments.calls import RemoteStage
 from pipeline.buffer.api import StageReport
-from pipeline.config.loading import load
+from pipeline.config.loading import read_config
 from pipeline.config.schema import RunConfig
 from pipeline.errors import FencedOut, StageFailed
 from pipeline.paths import RunPaths
@@ -37,7 +37,7 @@ class StageActor:
         self.paths = RunPaths(Path(root))
         log_to_file(self.paths, self.stage)
         self.log = logging.getLogger(self.stage)
-        self.config: RunConfig = load(self.paths.config, []).config
+        self.config: RunConfig = read_config(self.paths.config).config
         self.buffer = RemoteStage(self.paths.run_id, "replay_buffer")
         self._started = asyncio.ensure_future(self._start())
         self._beats = asyncio.ensure_future(self._beat())

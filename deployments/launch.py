@@ -53,7 +53,8 @@ class Launch:
         """Returns when the pipeline can roll out. Teachers may still be in the making: `teachers_ready` waits for them."""
         group = await asyncio.to_thread(self._place)
         for actor in ACTORS:
-            self.handles[actor.stage] = self._create(actor.stage, actor, OPTIONS, str(self._paths.root))
+            arguments = (str(self._paths.root), self._nodes) if actor is EvaluatorPoolActor else (str(self._paths.root),)
+            self.handles[actor.stage] = self._create(actor.stage, actor, OPTIONS, *arguments)
         for index, node in enumerate(self._nodes):
             strategy = PlacementGroupSchedulingStrategy(group, index) if group else "DEFAULT"
             options = {**WORKER_OPTIONS, "scheduling_strategy": strategy}

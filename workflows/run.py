@@ -10,7 +10,7 @@ import logging
 import signal
 import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 from deployments import cluster
@@ -73,7 +73,7 @@ class Driver:
         self._record("starting", take_over=True, steps=self.config.trainer.steps)
         warnings.filterwarnings("ignore", module="ray")
         try:
-            outcome = self._with_cluster(proof.nodes, facts)
+            outcome = self._with_cluster(proof.pool, facts)
         except Interrupted as stop:
             self._record("stopped", str(stop))
             return Outcome(STOPPED, {}, str(stop))
@@ -211,8 +211,9 @@ def end_leftovers(lock: RunLock) -> None:
 
 def stage_reports(status: dict[str, Any]) -> list[StageReport]:
     """The stages of `status()` as reports again."""
+    known = {field.name for field in fields(StageReport)} - {"stage", "started", "finished"}
     reports = []
     for name, stage in status["stages"].items():
-        facts = {key: value for key, value in stage.items() if key not in ("in", "out", "at")}
+        facts = {key: value for key, value in stage.items() if key in known}
         reports.append(StageReport(stage=name, started=stage["in"], finished=stage["out"], **facts))
     return reports

@@ -25,14 +25,14 @@ def run(
 ) -> int:
     started = time.time()
     from pipeline.buffer.schema import create_run
+    from pipeline.cli.checks import check_names
     from pipeline.cli.runs import create_run_folder, read_config, run_root
     from pipeline.evaluator.admission import prove
     from pipeline.evaluator.machine import this_machine
-    from pipeline.fetcher.catalog import Catalog
 
     loaded = read_config(config, overrides)
     prove(loaded.config, this_machine(loaded.config.run.ray))
-    Catalog(loaded.config)
+    check_names(loaded.config)
     paths = create_run_folder(run_root(runs_dir), loaded, run_id, datetime.now())
     typer.echo(f"run {paths.run_id} {paths.root}")
     create_run(paths, {"steps": loaded.config.trainer.steps, "started_at": started})

@@ -79,6 +79,10 @@ class Fetcher:
     def eval_tasks(self) -> list[Task]:
         return self._catalog.eval_tasks()
 
+    def shots(self, dataset: str, count: int) -> tuple[tuple[str, str], ...]:
+        """Solved training items as user and assistant turns, for a teacher that reads examples."""
+        return self._catalog.shots(dataset, count)
+
     def report(self) -> StageReport:
         waited = 0.0 if self._waiting_since is None else self._clock() - self._waiting_since
         return StageReport(

@@ -1,0 +1,80 @@
+"""The EvaluatorPool actor: admits batches, hands samples to the workers, commits finished groups, and runs evaluations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from deployments.calls import RemoteStage, RemoteWorker
+from deployments.hosting import StageActor, forwards
+from deployments.names import worker_stage
+from pipeline.engines.weights import WeightStore
+from pipeline.evaluator.pool import EvaluatorPool
+from pipeline.evaluator.spec import NodeSpec
+from pipeline.paths import evaluation_id
+from pipeline.records import Task
+
+
+@forwards("rollout", "stop")
+class EvaluatorPoolActor(StageActor):
+    stage = "evaluator_pool"
+
+    def __init__(self, root: str, nodes: tuple[NodeSpec, ...]) -> None:
+        self.nodes = nodes
+        super().__init__(root)
+
+    async def build(self) -> EvaluatorPool:
+        self.fetcher = RemoteStage(self.paths.run_id, "fetcher")
+        self.scorer = RemoteStage(self.paths.run_id, "teacher_scorer")
+        self.weights = WeightStore(self.paths.weights)
+        return self._pool("student")
+
+    async def evaluate(self, step: int) -> dict[str, Any]:
+        """Evaluate weight version `step`, which the trainer holds under the evaluation's id until this releases it."""
+        name = evaluation_id(step)
+        try:
+            newest = self.weights.latest()
+            if newest is not None and newest.version > step and not self.paths.evaluation(step).exists():
+                return self._skipped(step, newest.version)
+            return await (await self.service()).evaluate(name, await self.fetcher.eval_tasks(), step)
+        finally:
+            self.weights.release(name)
+
+    async def evaluate_teacher(self, alias: str) -> dict[str, Any]:
+        """The same tasks, played by a teacher that reads them in its own way."""
+        tasks = [await self._as_read_by(alias, task) for task in await self.fetcher.eval_tasks()]
+        return await self._pool(alias).evaluate(f"teacher_{alias}", tasks, 0)
+
+    def _pool(self, player: str) -> EvaluatorPool:
+        workers = [RemoteWorker(self.paths.run_id, worker_stage(index), node.node, player) for index, node in enumerate(self.nodes)]
+        return EvaluatorPool(
+            self.config,
+            self.buffer,
+            self.fetcher,
+            workers,
+            self.scorer.submit,
+            nodes=self.nodes,
+            details_folder=self.paths.details,
+        )
+
+    async def _as_read_by(self, alias: str, task: Task) -> Task:
+        shots = self.config.teachers[alias].shots
+        if not shots:
+            return task
+        examples = await self.fetcher.shots(task.dataset, shots)
+        systems = tuple(message for message in task.messages if message[0] == "system")
+        return replace(task, messages=systems + examples + task.messages[len(systems) :])
+
+    def _skipped(self, step: int, newest: int) -> dict[str, Any]:
+        """After a crash the newest version may be past the one to evaluate; it is gone, and that is said."""
+        summary = {
+            "id": evaluation_id(step),
+            "valid": False,
+            "skipped": f"version {step} was replaced by {newest} before it could be evaluated",
+        }
+        self.paths.details.mkdir(exist_ok=True)
+        aside = self.paths.evaluation(step).with_suffix(".tmp")
+        aside.write_text(json.dumps(summary))
+        aside.replace(self.paths.evaluation(step))
+        return summary
