@@ -57,20 +57,25 @@ asyncio.run(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "new"))
 """
 
 
+def write_and_kill(paths, witness: Path, new_epoch: bool, after_s: float) -> None:
+    """One life of a buffer process. Its status is read from here in the middle of its writing, and after its death."""
+    command = [sys.executable, "-c", WRITER, str(paths.root), str(witness), "new" if new_epoch else "same"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    time.sleep(after_s)
+    counts = read_status(paths)["ordinals"]
+    assert counts["fetched"] == sum(counts[state] for state in counts if state != "fetched")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert read_status(paths)["attempts"]["regenerated"] == 0
+
+
 async def test_acknowledged_groups_survive_sigkill_at_any_moment(tmp_path):
     paths, witness = new_run(tmp_path), tmp_path / "witness"
     luck = random.Random(7)
-    for round_ in range(10):
-        command = [sys.executable, "-c", WRITER, str(paths.root), str(witness), "new" if round_ % 2 else "same"]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-        assert process.stdout.readline() == b"ready\n"
-        time.sleep(luck.uniform(0.0, 0.12))
-        counts = read_status(paths)["ordinals"]  # from another process, in the middle of the writing
-        assert counts["fetched"] == sum(counts[state] for state in counts if state != "fetched")
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        assert read_status(paths)["attempts"]["regenerated"] == 0
+    for number in range(10):
+        write_and_kill(paths, witness, bool(number % 2), luck.uniform(0.0, 0.12))
     told = [line.split() for line in witness.read_text().splitlines()]
     assert len(told) > 30
     assert len({ordinal for ordinal, _, _ in told}) == len(told), "rolled out twice"
@@ -78,8 +83,7 @@ async def test_acknowledged_groups_survive_sigkill_at_any_moment(tmp_path):
         groups = await buffer.read([int(ordinal) for ordinal, _, _ in told], columns=False)
         found = [[str(group.ordinal), str(group.attempt), codec.digest(codec.encode_group(group))] for group in groups]
         assert found == told
-        selections = (await buffer.steps())["selections"]
-        taken = [ordinal for ordinals in selections.values() for ordinal in ordinals]
+        taken = [ordinal for ordinals in (await buffer.steps())["selections"].values() for ordinal in ordinals]
         assert taken == sorted(set(taken))
 
 
