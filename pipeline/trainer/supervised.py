@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,6 +72,11 @@ def train_supervised(
     if not pairs:
         raise ConfigError("supervised training needs training items with answers, and there are none")
     rows = _tokenise(renderer, pairs, model.config.max_position_embeddings)
+    with _one_thread():
+        return _train(model, rows, settings, seed, progress)
+
+
+def _train(model: PreTrainedModel, rows: _Rows, settings: Supervised, seed: int, progress: Progress | None) -> Trained:
     began = time.monotonic()
     optimizer = torch.optim.AdamW(model.parameters(), settings.lr, BETAS, weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(seed)
@@ -125,6 +131,17 @@ def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids_bt: Tens
     torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
     optimizer.step()
     return loss.item()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Small models are slower with more threads on a shared machine, and sums in another order give other weights."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _lr_factor(step: int, settings: Supervised) -> float:

@@ -1,0 +1,166 @@
+"""An engine that plays a script: fixed token streams, delays and failures by ordinal, so that every fault has a configuration.
+
+Invariant: the same request gives the same tokens, and time passes only in the event loop's own sleep (a virtual clock owns it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from math import log
+from pathlib import Path
+
+import numpy as np
+
+from pipeline import errors
+from pipeline.config.models import Engine as EngineSettings
+from pipeline.config.models import Script
+from pipeline.engines.base import Completion, EngineInfo, GenerateRequest, ScoredRow, ScoreRow, Signal, Version
+from pipeline.engines.digests import text_digest
+from pipeline.engines.fixed_cost import MAX_CONTEXT, flat_scores
+from pipeline.engines.renderer import ChatRenderer
+from pipeline.engines.weights import WeightStore
+from pipeline.errors import ConfigError, RolloutError, SwapTimeout
+
+FIRST_TOKEN = 5
+"""Lower ids are special tokens of the run's tokenizer."""
+EOS_TOKEN = 2
+POLL_S = 0.02
+HANG = "hang"
+
+
+class ScriptedEngine:
+    """Implements engines.base.Engine. The ordinal is the first part of a request id (`<ordinal>.<index>.<turn>`).
+
+    weights: when given, versions are real: a call names the newest published one and waits for the one it wants. folder:
+    where the run's tokenizer is; without one the newest published folder's is taken, if it has one.
+    """
+
+    def __init__(self, settings: EngineSettings, weights: WeightStore | None = None, folder: Path | None = None) -> None:
+        self._settings, self._weights = settings, weights
+        self._script = settings.script or Script()
+        self._faults = {o: _fault("fail_by_ordinal", name) for o, name in self._script.fail_by_ordinal.items()}
+        self._first_faults = {o: _fault("fail_once_by_ordinal", name) for o, name in self._script.fail_once_by_ordinal.items()}
+        renderer = _renderer(folder, weights)
+        self._eos = EOS_TOKEN if renderer is None else renderer.eos_token_id
+        self._vocab_size = self._script.vocab_size if renderer is None else renderer.vocab_size
+        self._tokenizer_digest = "" if renderer is None else renderer.digest
+        self._slots = asyncio.Semaphore(settings.slots)
+        self._active = self._waiting = self._generated_tokens = self._scored_rows = 0
+
+    async def info(self) -> EngineInfo:
+        served = self._served()
+        return EngineInfo(
+            kind="scripted",
+            model="scripted",
+            digest=text_digest(["scripted", self._vocab_size]),
+            vocab_size=self._vocab_size,
+            tokenizer_digest=self._tokenizer_digest,
+            weight_version=-1 if served is None else served,
+            max_context=self._settings.max_context or MAX_CONTEXT,
+            slots=self._settings.slots,
+            active=self._active,
+            waiting=self._waiting,
+            generated_tokens=self._generated_tokens,
+            scored_rows=self._scored_rows,
+        )
+
+    async def generate(self, requests: list[GenerateRequest], version: Version) -> list[Completion]:
+        served = await self._wait_for(version)
+        ordinals = {_ordinal(request) for request in requests}
+        # Taken before the first await: of two calls with one ordinal, only one is the first attempt.
+        faults = {o: fault for o in ordinals if (fault := self._first_faults.pop(o, None) or self._faults.get(o))}
+        results = await asyncio.gather(*(self._play(request, served, faults) for request in requests), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
+
+    async def score(self, rows: list[ScoreRow], signal: Signal = "sampled", top_k: int = 0) -> list[ScoredRow]:
+        scored = flat_scores(rows, signal, top_k, self._vocab_size, -log(self._vocab_size))
+        self._scored_rows += len(rows)
+        return scored
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+    async def _play(self, request: GenerateRequest, version: int, faults: dict[int | None, type[RolloutError] | str]) -> Completion:
+        ordinal = _ordinal(request)
+        self._waiting += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self._waiting -= 1
+        self._active += 1
+        try:
+            await asyncio.sleep(self._script.seconds_by_ordinal.get(ordinal, self._script.seconds))
+            fault = faults.get(ordinal)
+            if fault == HANG:
+                await asyncio.Event().wait()
+            if fault is not None:
+                raise fault(f"scripted fault of ordinal {ordinal}")
+        finally:
+            self._active -= 1
+            self._slots.release()
+        return self._completion(request, ordinal, version)
+
+    def _completion(self, request: GenerateRequest, ordinal: int | None, version: int) -> Completion:
+        """`tokens` tokens, the last of them the end of sequence, unless max_tokens cuts them off."""
+        length = self._script.tokens_by_ordinal.get(ordinal, self._script.tokens)
+        said = min(length, request.sampling.max_tokens)
+        offset = int(np.random.SeedSequence(request.seed).generate_state(1)[0])
+        tokens = FIRST_TOKEN + (offset + np.arange(said)) % max(1, self._vocab_size - FIRST_TOKEN)
+        stopped = said == length
+        if stopped and said:
+            tokens[-1] = self._eos
+        self._generated_tokens += said
+        return Completion(
+            request_id=request.request_id,
+            token_ids=np.minimum(tokens, self._vocab_size - 1).astype(np.int32),
+            logprobs=np.full(said, -log(self._vocab_size), np.float32),
+            finish_reason="stop" if stopped else "length",
+            weight_version=version,
+        )
+
+    def _served(self) -> int | None:
+        if self._weights is None:
+            return 0
+        newest = self._weights.latest()
+        return None if newest is None else newest.version
+
+    async def _wait_for(self, version: Version) -> int:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.swap_timeout_s
+        while True:
+            served = self._served()
+            if served is not None and served >= version.minimum and version.exact in (None, served):
+                return served
+            passed = version.exact is not None and served is not None and served > version.exact
+            if passed or loop.time() >= deadline:
+                wanted = f"exactly {version.exact}" if version.exact is not None else f"at least {version.minimum}"
+                raise SwapTimeout(
+                    f"the scripted engine was asked for version {wanted} and serves {served} "
+                    f"(engine.swap_timeout_s {self._settings.swap_timeout_s})"
+                )
+            await asyncio.sleep(POLL_S)
+
+
+def _ordinal(request: GenerateRequest) -> int | None:
+    first = request.request_id.split(".", 1)[0]
+    return int(first) if first.isdigit() else None
+
+
+def _fault(key: str, name: str) -> type[RolloutError] | str:
+    if name == HANG:
+        return HANG
+    kind = getattr(errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, RolloutError)) or issubclass(kind, errors.StageFailed):
+        raise ConfigError(
+            f"engine.script.{key}: {name!r} is neither {HANG!r} nor an exception of the pipeline that a call can raise"
+        )
+    return kind
+
+
+def _renderer(folder: Path | None, weights: WeightStore | None) -> ChatRenderer | None:
+    if folder is None and weights is not None and (newest := weights.latest()) is not None:
+        folder = newest.path
+    return ChatRenderer.load(folder) if folder is not None and (folder / "tokenizer.json").is_file() else None
