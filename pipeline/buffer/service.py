@@ -59,7 +59,7 @@ class BufferService:
         """Take the run over from an earlier writer.
 
         new_run_epoch: True for a new cluster (run, resume): attempts that run are lost. False for a buffer that restarts
-        alone: workers live on, and may commit what they have (then `advance_run_epoch` is called before the cluster starts).
+        alone: workers live on, and may commit what they have.
         Raises UserError without a run, or on a network file system.
         """
         if not self._settings.allow_network_fs:
@@ -241,16 +241,6 @@ def _in_snapshot(db: sqlite3.Connection, query: Callable[[sqlite3.Connection], T
             db.execute("COMMIT")
     except sqlite3.Error as error:
         raise StoreError(f"the run's database cannot be read: {error}") from error
-
-
-def advance_run_epoch(paths: RunPaths, settings: BufferSettings, clock: Callable[[], float] = time.time) -> int:
-    """Begin a new run epoch before its cluster starts: attempts of the old one are lost, its writers are fenced out.
-
-    The caller holds the run's lock. Returns the new run epoch.
-    """
-    store = Store(paths, settings, clock, new_run_epoch=True)
-    store.close()
-    return store.run_epoch
 
 
 def _segment_bytes(folder: Path) -> int:

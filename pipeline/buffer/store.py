@@ -56,10 +56,6 @@ class Store:
             self._db.close()
             raise self._storage_error(error) from error
 
-    @property
-    def run_epoch(self) -> int:
-        return self._ledger.run_epoch
-
     def write(self, jobs: Sequence[Job]) -> list[Outcome]:
         """One transaction for all jobs; an outcome a job, in their order."""
         try:

@@ -16,7 +16,6 @@ import pytest
 from pipeline.buffer import codec
 from pipeline.buffer.reader import read_status
 from pipeline.buffer.segments import segment_path
-from pipeline.buffer.service import advance_run_epoch
 from pipeline.errors import AttemptRefused, FencedOut, LateCommit, RolloutError, StoreCorrupt
 from tests.pipeline.buffer.helpers import fill_step, make_column, make_group, make_settings, new_run, opened, roll_out, same
 
@@ -102,7 +101,8 @@ async def test_a_new_cluster_loses_running_attempts_and_refuses_their_commits(tm
         await buffer.assign(1, 2, None)
         old = await buffer.start_attempt(0, 0, "w")
         done = await roll_out(buffer, 1, 1, ("teacher",))
-    assert advance_run_epoch(paths, make_settings()) == 1
+    async with opened(paths, epoch=True) as driver:
+        await driver.set_run("running")
     async with opened(paths) as buffer:
         status = await buffer.status()
         assert status["ordinals"]["pending"] == 1 and status["attempts"]["lost"] == 1
