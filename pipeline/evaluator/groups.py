@@ -158,7 +158,7 @@ class GroupRunner:
         among = infra or reasons
         return ("infra" if infra else "data"), max(sorted(among), key=lambda reason: among[reason])
 
-    async def _keep(self, context: StepContext, task: Task, attempt: Attempt, samples: list[Sample], attempts: int) -> GroupEnd:
+    async def _keep(self, context: StepContext, task: Task, attempt: Attempt, samples: list[Sample]) -> GroupEnd:
         versions = versions_of(samples)
         group = Group(
             ordinal=task.ordinal,

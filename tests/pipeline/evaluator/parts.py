@@ -136,6 +136,7 @@ class World:
     buffer: BufferService
     pool: EvaluatorPool
     paths: RunPaths
+    workers: list[Any]
 
     async def assign(self, step: int, count: int | None = None) -> list[Batch]:
         """What fetch[step] and batch[step] do: one task a batch."""
@@ -177,7 +178,7 @@ async def world(
             config, seen, Tasks(seen, make), made, scorer, nodes=nodes, details_folder=paths.details, offload=inline
         )
         try:
-            yield World(config, service, pool, paths)
+            yield World(config, service, pool, paths, made)
         finally:
             await pool.close()
             await service.close()
