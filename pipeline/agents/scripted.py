@@ -43,13 +43,16 @@ class Script:
     """Only while fewer attempts than this have failed; None: always."""
 
 
+FIELDS = frozenset(entry.name for entry in fields(Script))
+
+
 def script_of(task: Task, index: int) -> Script:
     """Raises DataError for an unknown field."""
     given: dict[str, Any] = dict(task.metadata.get("script", {}))
     by_ordinal, by_index = given.pop("by_ordinal", {}), given.pop("by_index", {})
     given |= _entry(by_ordinal, task.ordinal)
     given |= _entry(by_index, index)
-    unknown = given.keys() - {entry.name for entry in fields(Script)}
+    unknown = given.keys() - FIELDS
     if unknown:
         raise errors.DataError(f"{task.task_id}: metadata.script has no field {sorted(unknown)[0]!r}")
     return Script(**given)

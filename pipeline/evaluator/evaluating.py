@@ -19,7 +19,10 @@ from pipeline.evaluator.nursery import nursery
 from pipeline.evaluator.placement import PlacementPool
 from pipeline.evaluator.spec import EvaluatorSpec, PlacementToken
 from pipeline.evaluator.workers import STAGE, NodeGone, WorkerLost, Workers
-from pipeline.records import Sample, StepContext, Task
+from pipeline.records import Sample, StepContext, Task, aborted_sample
+
+POISON_AFTER = 5
+"""Workers that may die under one sample before it is given up."""
 
 OnSample = Callable[[Task, Sample], None]
 
@@ -85,13 +88,18 @@ class Evaluation:
             self._placement.release(tokens)
 
     async def _sample(self, spec: EvaluatorSpec, task: Task, index: int, context: StepContext, token: PlacementToken) -> Sample:
-        failures = 0
+        failures = lost = 0
         while True:
             attempt = Attempt(task.ordinal, number=1, failures=0, epoch=0)
             try:
                 (sample,) = await self._workers.run(spec, task, [index], attempt, context, [token])
-            except WorkerLost:  # bounded: a worker that keeps dying is given up
-                continue
+            except WorkerLost as error:
+                lost += 1
+                if lost < POISON_AFTER:
+                    continue
+                return aborted_sample(
+                    task.ordinal, index, [], abort_reason="infra_other", error=f"poison: {error}", phase="run", node=token.node
+                )
             failures += 1
             again = sample.abort_reason is not None and is_infrastructure(sample.abort_reason)
             if not again or failures >= self._retries.infra:

@@ -376,3 +376,17 @@ async def test_an_evaluation_without_workers_fails_in_bounded_time():
             await w.pool.evaluate("eval_0", eval_tasks(), 0)
         assert now() < 60 and idle(w.pool)
         assert not w.paths.details.exists()
+
+
+async def test_a_sample_that_kills_every_worker_is_given_up_and_the_evaluation_ends():
+    class Poisoned(Mortal):
+        async def run_samples(self, task, indices, *args):
+            if task.ordinal == 1 and 0 in indices:
+                await asyncio.sleep(0.1)
+                raise ConnectionError("killed by this very sample")
+            return await self._worker.run_samples(task, indices, *args)
+
+    config = make_config(spec={"resource": {"concurrency": 2}}, run={"max_actor_restarts": 10})
+    async with world(config, workers=lambda worker: Poisoned(worker, 0)) as w:
+        summary = await w.pool.evaluate("eval_0", eval_tasks(), 0)
+        assert (summary["overall"]["scored"], summary["failure_classes"]["infra"]) == (11, 1)
