@@ -1,4 +1,4 @@
-"""`rollout status [RUN]`: where one run stands, or all of them. It only reads, so it works while a run goes on and after a crash."""
+"""`rollout status [RUN]`: where one run stands, or all of them. Only reads: it works while a run goes on and after a crash."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Reads what evaluations left in eval_details/; a figure that was not measured is None."""
+"""Reads what evaluations left in eval_details/ (evaluation/details.py writes it); a figure that was not measured is None."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Evaluation:
     datasets: dict[str, Score]
     failure_classes: dict[str, int]
     valid: bool
-    raw: dict[str, Any] = field(default_factory=dict)
+    why_invalid: tuple[str, ...]
 
     @property
     def overall(self) -> Score:
@@ -95,9 +95,9 @@ def _read(path: Path, *, step: int | None = None, alias: str | None = None) -> E
         step=step,
         alias=alias,
         datasets=datasets,
-        failure_classes={name: int(count) for name, count in (raw.get("failure_classes") or {}).items()},
+        failure_classes={name: count for name, count in (raw.get("failure_classes") or {}).items() if count},
         valid=raw.get("valid") is not False,
-        raw=raw,
+        why_invalid=tuple(raw.get("why_invalid") or ()),
     )
 
 

@@ -79,13 +79,16 @@ class Observer:
             await self._observe()
             await asyncio.sleep(INTERVAL_S)
 
-    async def final(self) -> dict[str, Any]:
+    async def final(self, state: str | None = None, error: str | None = None) -> dict[str, Any]:
         """Write everything one last time, summary.json and report.html too, from the files when the buffer is gone.
 
-        Returns the summary. Raises StageFailed when metrics or summary cannot be written.
+        state, error: how the run ended, where the ledger does not say it yet. Returns the summary. Raises StageFailed when
+        metrics or summary cannot be written.
         """
         try:
             self._status = await self._last(self._buffer.status, lambda: read_status(self._paths), self._status)
+            if state is not None:
+                self._status = {**self._status, "state": state, "error": error}
             steps = await self._last(self._buffer.steps, lambda: {"results": read_steps(self._paths)}, {"results": self._results})
             self._sync(steps["results"])
             self._evaluated_at = float("-inf")

@@ -54,11 +54,11 @@ def render_report(paths: RunPaths, status: dict[str, Any]) -> str:
         cards=_cards(summary),
         by_dataset=[(name, *map(percent, scores.values())) for name, scores in summary["by_dataset"].items()],
         figures=_figures(paths, summary, evaluations),
-        failures_note=f"Held-out samples of evaluation {newest.id}, by class." if newest else "Held-out samples, by class.",
+        failures_note=_failures_note(newest),
         attempts=list(summary["attempts"].items()),
         groups=[(name, summary["ordinals"][name]) for name in ("fetched", *GROUP_STATES) if name in summary["ordinals"]],
         samples=sample_rows(paths.details, newest.id) if newest else [],
-        samples_note=f"From evaluation {newest.id}, wrong and right ones mixed." if newest else "From the newest evaluation.",
+        samples_note=f"Evenly spread over evaluation {newest.id}." if newest else "From the newest evaluation.",
         config=paths.config.read_text() if paths.config.exists() else "no configuration was stored",
         footer=" · ".join(f"{name} {version}" for name, version in summary["versions"]["packages"].items()),
         light=theme.css_variables(theme.LIGHT),
@@ -116,6 +116,13 @@ def _accuracy(evaluations: list[Evaluation]) -> Curve:
 
 def _state_counts(rows: list[Row]) -> dict[str, list[float]]:
     return {state: [float(row["states"].get(state, 0)) for row in rows] for state in _STATE_ORDER}
+
+
+def _failures_note(newest: Evaluation | None) -> str:
+    if newest is None:
+        return "Held-out samples, by class."
+    invalid = "" if newest.valid else f" This evaluation does not count: {'; '.join(newest.why_invalid)}."
+    return f"Held-out samples of evaluation {newest.id}, by class.{invalid}"
 
 
 def _headline(summary: dict[str, Any]) -> str:

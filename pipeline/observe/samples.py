@@ -1,4 +1,4 @@
-"""Picks answers of an evaluation for people to look at: always the same ones, right and wrong in the proportion they came in."""
+"""Picks answers of an evaluation for people to look at: evenly spread, so the same items in each evaluation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.observe.evaluations import sample_lines
+from pipeline.observe.timeline import thin
 from pipeline.records import SOLVED_AT
 
 SHOWN = 12
@@ -14,17 +15,15 @@ LONGEST = 600
 
 def sample_rows(folder: Path, evaluation_id: str, count: int = SHOWN) -> list[dict[str, str]]:
     """`{question, answer, expected, verdict}` of evenly spread samples; verdict is right, wrong or none (not scored)."""
-    lines = sample_lines(folder, evaluation_id)
-    stride = max(1, len(lines) // count)
-    return [_row(line) for line in lines[::stride][:count]]
+    return [_row(line) for line in thin(sample_lines(folder, evaluation_id), count)]
 
 
 def _row(line: dict[str, Any]) -> dict[str, str]:
     reward = line.get("reward")
     verdict = "none" if reward is None else "right" if reward >= SOLVED_AT else "wrong"
     return {
-        "question": _short(line.get("question")),
-        "answer": _short(line.get("text")),
+        "question": _short(line.get("prompt")),
+        "answer": _short(line.get("error") if line.get("status") == "aborted" else line.get("text")),
         "expected": _short(line.get("answer")),
         "verdict": verdict,
     }

@@ -33,7 +33,7 @@ def duration(seconds: float | None) -> str:
     """`3.2 s`, `4 min 05 s`, `2 h 07 min`."""
     if seconds is None:
         return "–"
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
@@ -44,7 +44,8 @@ def duration(seconds: float | None) -> str:
 def render_table(summary: dict[str, Any], paths: RunPaths) -> RenderableType:
     """Accuracy before, after and of the teacher; groups by state; time by stage; where the files are."""
     took = f"{duration(summary.get('seconds_total'))} in all, first trained step after {duration(summary.get('first_step_s'))}"
-    parts: list[RenderableType] = [Text(took), _accuracy(summary), _states(summary), _seconds(summary), _files(paths)]
+    tables = (_accuracy(summary), _states(summary), _seconds(summary), _files(paths))
+    parts: list[RenderableType] = [Text(took), *(part for table in tables for part in ("", table))]
     if summary.get("error"):
         parts.append(Text(str(summary["error"]), style="red"))
     title = f"[bold]{escape(str(summary['run_id']))}[/] · {_state(summary.get('state'))} · step {summary['steps']}"

@@ -16,7 +16,7 @@ from pipeline.paths import RunPaths
 
 Row = dict[str, Any]
 STAGE_KEYS = ("pid", "in", "out", "backlog", "oldest_s", "busy_s")
-_FLOW = ("fetcher", "batcher", "evaluator", "teacher", "buffer", "trainer")
+_FLOW = ("fetcher", "batcher", "evaluator_pool", "teacher_scorer", "replay_buffer", "trainer")
 DOWNTIME_S = 30.0
 """Longer silence between two rows is time in which the run did not run."""
 

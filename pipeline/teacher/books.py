@@ -13,8 +13,8 @@ class Books:
         self.waiting: dict[int, BacklogItem] = {}
         """By (step, age), as the buffer said last."""
         self.in_flight: dict[int, BacklogItem] = {}
-        self.alone: set[int] = set()
-        """Groups whose batch failed: their next call holds nothing else, and is their last."""
+        self.alone: dict[int, int] = {}
+        """Groups whose batch failed -> the replica it failed on. Their next call holds nothing else, and is their last."""
         self.marks: Counter[str] = Counter()
         """How groups were settled: the buffer's answers to mark_produced, and `dropped`."""
         self.taken = self.settled = 0
@@ -42,7 +42,7 @@ class Books:
         if self._seen_at.pop(ordinal, None) is not None:
             self.settled += 1
         self.waiting.pop(ordinal, None)
-        self.alone.discard(ordinal)
+        self.alone.pop(ordinal, None)
 
     def held(self) -> list[BacklogItem]:
         return [*self.waiting.values(), *self.in_flight.values()]

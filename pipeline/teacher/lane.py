@@ -76,6 +76,10 @@ class Lane:
         now = _now()
         return [replica for replica, until in self._rests_until.items() if replica not in self._busy_since and until <= now]
 
+    def has_better(self, replica: int) -> bool:
+        """Another replica whose last call did not end in an infrastructure fault, while this one's did."""
+        return self._faults[replica] > 0 and any(faults == 0 for faults in self._faults.values())
+
     def busy(self) -> list[int]:
         return sorted(self._busy_since)
 

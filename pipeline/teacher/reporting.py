@@ -49,7 +49,7 @@ def _part(name: str, lane: Lane, held: Sequence[BacklogItem], now: float) -> dic
         "oldest_s": 0.0,
     }
     if held:
-        oldest = min(held, key=lambda item: item.written_at)
+        oldest = min(held, key=lambda item: (item.written_at, item.ordinal))
         part["oldest_s"] = max(0.0, now - oldest.written_at)
         part["oldest"] = f"group {oldest.ordinal} (step {oldest.step}, scorer {name})"
     if busy := lane.busy():

@@ -135,9 +135,9 @@ class ScoringStage:
         """Start a call on every idle replica while there is work that is due; seconds until more is due."""
         idle, linger_s = lane.idle(), math.inf
         for count, replica in enumerate(idle):
-            items = [item for item in self._books.waiting.values() if self._lane_name(item) == name]
+            items = self._for_replica(name, lane, replica)
             if not items:
-                break
+                continue
             linger_s = self._linger_s(lane, items)
             if linger_s > 0:
                 break
@@ -145,6 +145,11 @@ class ScoringStage:
             linger_s = math.inf
         lane.metrics.backlog = sum(self._lane_name(item) == name for item in self._books.waiting.values())
         return linger_s
+
+    def _for_replica(self, name: str, lane: Lane, replica: int) -> list[BacklogItem]:
+        """What waits for a scorer; a group's last call is not spent on the replica that failed it, if a better one is there."""
+        avoid = {ordinal for ordinal, failed_on in self._books.alone.items() if failed_on == replica and lane.has_better(replica)}
+        return [item for item in self._books.waiting.values() if self._lane_name(item) == name and item.ordinal not in avoid]
 
     def _lane_name(self, item: BacklogItem) -> str:
         name = self._route(item)
@@ -188,7 +193,7 @@ class ScoringStage:
     # -- one batch
 
     async def _work(self, lane: Lane, replica: int, ordinals: list[int]) -> None:
-        last = self._books.alone.intersection(ordinals)
+        last = self._books.alone.keys() & set(ordinals)
         try:
             try:
                 groups = await self._ask(lambda: self._buffer.read(ordinals, columns=False), "read")
@@ -196,7 +201,7 @@ class ScoringStage:
             finally:
                 lane.release(replica, self._clock())
             self._wake.set()  # the next call need not wait for the settlement of this one
-            await self._settle(lane, outcome, last)
+            await self._settle(lane, replica, outcome, last)
             if len(groups) < len(ordinals):
                 await asyncio.sleep(SWEEP_S)  # dropped meanwhile; if the buffer lists it all the same, do not spin
         finally:
@@ -204,7 +209,7 @@ class ScoringStage:
             for ordinal in ordinals:
                 self._books.in_flight.pop(ordinal, None)
 
-    async def _settle(self, lane: Lane, outcome: Outcome, last: set[int]) -> None:
+    async def _settle(self, lane: Lane, replica: int, outcome: Outcome, last: set[int]) -> None:
         columns = [column for column in outcome.values() if isinstance(column, Column)]
         if columns:
             self._count_marks(await self._ask(lambda: self._buffer.mark_produced(columns), "mark_produced"))
@@ -216,7 +221,7 @@ class ScoringStage:
             if ordinal in last:
                 await self._give_up(lane, ordinal, error)
             else:
-                self._books.alone.add(ordinal)
+                self._books.alone[ordinal] = replica
 
     def _count_marks(self, marks: dict[int, str]) -> None:
         self._books.marks.update(marks.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,17 @@ from typing import Any
 import numpy as np
 import yaml
 
-from pipeline.observe.jsonlines import JsonLines
+from pipeline.evaluation import details
+from pipeline.evaluation.summary import summarise
 from pipeline.observe.metrics import MetricsWriter
 from pipeline.observe.timeline import TimelineWriter, timeline_path
 from pipeline.paths import RunPaths
+from pipeline.records import Sample, Sampling, Stopping, Task, aborted_sample
 
 STEPS, TASKS, STEP_S, START_S = 120, 32, 0.9, 9.0
 STARTED_AT = 1_760_000_000.0
-STAGES = ("fetcher", "batcher", "evaluator", "teacher", "buffer", "trainer")
-BUSY = {"fetcher": 0.03, "batcher": 0.02, "evaluator": 0.82, "teacher": 0.31, "buffer": 0.11, "trainer": 0.58}
+STAGES = ("fetcher", "batcher", "evaluator_pool", "teacher_scorer", "replay_buffer", "trainer")
+BUSY = {"fetcher": 0.03, "batcher": 0.02, "evaluator_pool": 0.82, "teacher_scorer": 0.31, "replay_buffer": 0.11, "trainer": 0.58}
 
 
 def learned(step: float) -> float:
@@ -104,23 +105,30 @@ def make_run(root: Path, steps_done: int = STEPS) -> RunPaths:
     return paths
 
 
-def write_evaluation(paths: RunPaths, name: str, accuracy: float, items: int = 250) -> None:
-    paths.details.mkdir(exist_ok=True)
-    solved = round(accuracy * items)
-    results = {"spell_backward": {"accuracy": solved / items, "solved": solved, "scored": items, "total": items}}
-    classes = {"solved": solved, "finish_unresolved": items - solved - 6, "budget": 6}
-    summary = {"id": name, "valid": True, "results": results, "failure_classes": classes}
-    (paths.details / f"{name}.summary.json").write_text(json.dumps(summary))
+def write_evaluation(paths: RunPaths, name: str, accuracy: float, items: int = 250, unscored: int = 0) -> None:
+    """Written by the real writer. `accuracy` is over the scored items; the unscored ones stand in front."""
     words = ("planet", "<b>bold</b>", "lantern", "river", "copper", "meadow")
-    JsonLines(paths.details / f"{name}.jsonl").append(
-        {
-            "question": f"Spell this word backward: {words[index % 6]}",
-            "answer": words[index % 6][::-1],
-            "text": words[index % 6][::-1] if index % 9 else words[index % 6],
-            "reward": None if index == 41 else float(index % 9 > 0),
-        }
-        for index in range(items)
-    )
+    order = np.random.default_rng(items).permutation(items - unscored)
+    played = []
+    for index in range(items):
+        word = words[index % 6]
+        task = Task(
+            index, f"spell/{index}", "spell_backward", "single_turn", (("user", f"Spell this word backward: {word}"),), word[::-1],
+            "exact", 1, Sampling(), Stopping(), 0,
+        )  # fmt: skip
+        if index < unscored:
+            lost = aborted_sample(index, 0, [1, 2], abort_reason="infra_conn", error="ConnectionError: refused", phase="run")
+            played.append((task, lost))
+            continue
+        right = order[index - unscored] < round(accuracy * (items - unscored))
+        played.append((task, _sample(index, word[::-1] if right else word, float(right))))
+    details.write(paths.details, name, played, summarise(name, played, min_coverage=0.9))
+
+
+def _sample(ordinal: int, text: str, reward: float) -> Sample:
+    ones = np.ones(4, np.int32)
+    mask = np.ones(4, np.uint8)
+    return Sample(f"{ordinal}.0", 0, "ok", reward, ones, mask, np.zeros(4, np.float32), mask, ones, "finish", text)
 
 
 def config() -> dict[str, Any]:
