@@ -88,7 +88,7 @@ def _student(config: RunConfig, folder: Path, weights: WeightStore) -> Any:
         return ScriptedEngine(config.engine, weights)
     from pipeline.engines.torch_engine import TorchEngine
 
-    return TorchEngine(folder, weights, config.engine)
+    return TorchEngine(folder, weights, config.engine, dtype=config.student.dtype)
 
 
 def _teacher(config: RunConfig, alias: str, cache: Path) -> Any:
@@ -102,4 +102,5 @@ def _teacher(config: RunConfig, alias: str, cache: Path) -> Any:
     from pipeline.engines.torch_engine import TorchEngine
     from pipeline.trainer.assets import teacher_folder
 
-    return TorchEngine(teacher_folder(config, alias, catalog, cache), None, config.engine, smoothing=teacher.smoothing)
+    folder = teacher_folder(config, alias, catalog, cache)
+    return TorchEngine(folder, None, config.engine, smoothing=teacher.smoothing, dtype=teacher.dtype)
