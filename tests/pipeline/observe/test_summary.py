@@ -103,12 +103,6 @@ def test_the_list_of_runs_shows_accuracies_as_percent():
 
 
 def test_units():
-    assert [duration(value) for value in (None, 0.25, 59.9, 60, 245, 7620)] == [
-        "–",
-        "0.2 s",
-        "59.9 s",
-        "1 min 00 s",
-        "4 min 05 s",
-        "2 h 07 min",
-    ]
+    assert [duration(value) for value in (None, 0.25, 59.9, 60)] == ["–", "0.2 s", "59.9 s", "1 min 00 s"]
+    assert [duration(value) for value in (59.97, 245, 3599.9, 7620)] == ["1 min 00 s", "4 min 05 s", "1 h 00 min", "2 h 07 min"]
     assert [percent(value) for value in (None, 0.0, 0.868)] == ["–", "0.0 %", "86.8 %"]

@@ -3,7 +3,15 @@ import math
 import pytest
 
 from pipeline.observe.timeline import (
-    TimelineWriter, busy_seconds, first_step_seconds, in_flow_order, occupancy, read_timeline, run_seconds, snapshot, thin,
+    TimelineWriter,
+    busy_seconds,
+    first_step_seconds,
+    in_flow_order,
+    occupancy,
+    read_timeline,
+    run_seconds,
+    snapshot,
+    thin,
 )
 from tests.pipeline.observe.fakes import status
 
@@ -67,10 +75,5 @@ def test_thinning_keeps_both_ends():
 
 
 def test_stages_are_shown_in_the_order_of_the_flow():
-    shuffled = ["zeta", "trainer", "replay_buffer", "fetcher", "alpha"]) == [
-        "fetcher",
-        "replay_buffer",
-        "trainer",
-        "alpha",
-        "zeta",
-    ]
+    shuffled = ["zeta", "trainer", "replay_buffer", "fetcher", "alpha"]
+    assert in_flow_order(shuffled) == ["fetcher", "replay_buffer", "trainer", "alpha", "zeta"]
