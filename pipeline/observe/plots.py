@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from pipeline.observe.tables import percent
 from pipeline.observe.theme import RC, Palette
 
 WIDE, HALF = (10.6, 3.3), (5.2, 2.5)
@@ -39,13 +40,16 @@ def learning_curve(accuracy: Curve, teacher: float | None, reward: Curve, palett
         axes.plot(reward.x, reward.y, color=palette.slate, linewidth=0.8, alpha=0.45)
         axes.plot(reward.x, smoothed(reward.y), color=palette.slate, linewidth=1.4, label="training reward (mean of a step)")
     if teacher is not None:
-        axes.axhline(teacher, color=palette.teal, linestyle=(0, (4, 3)), linewidth=1.3, label=f"teacher, held-out ({teacher:.1%})")
+        label = f"teacher, held-out ({percent(teacher)})"
+        axes.axhline(
+            teacher, color=palette.teal, linestyle=(0, (4, 3)), linewidth=1.3, label=f"teacher, held-out ({percent(teacher)})"
+        )
     if len(accuracy.x):
         axes.plot(accuracy.x, accuracy.y, color=palette.accent, linewidth=2.2, marker="o", markersize=5, label="student, held-out")
         _label_ends(axes, accuracy, palette)
     rewards = [value for value in reward.y if math.isfinite(value)]
     axes.set_ylim(min(0.0, *rewards, 0.0) - 0.02, max(1.0, *rewards, 1.0) + 0.06)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
     _steps(axes, palette)
     _legend(axes, palette, loc="lower right")
     return figure
@@ -110,7 +114,7 @@ def occupancy(seconds: Sequence[float], shares: dict[str, Sequence[float]], pale
         axes.set_ylim(0, max(1.0, float(np.nanmax(y)) if np.isfinite(y).any() else 1.0))
         axes.set_yticks([])
         axes.set_ylabel(name, rotation=0, ha="right", va="center", color=palette.ink)
-        mean = f"{np.nanmean(y):.0%}" if np.isfinite(y).any() else "–"
+        mean = f"{100 * np.nanmean(y):.0f} %" if np.isfinite(y).any() else "–"
         axes.text(1.008, 0.5, mean, transform=axes.transAxes, va="center", color=palette.muted)
         axes.tick_params(labelbottom=index == len(shares) - 1)
     axes.set_xlim(0, max(1.0, seconds[-1]))
@@ -209,9 +213,9 @@ def _label_ends(axes: Axes, accuracy: Curve, palette: Palette) -> None:
     known = [(x, y) for x, y in zip(accuracy.x, accuracy.y, strict=True) if math.isfinite(y)]
     style = {"textcoords": "offset points", "va": "center", "color": palette.accent, "fontweight": "bold", "fontsize": 9.5}
     if known:
-        axes.annotate(f"{known[-1][1]:.1%}", known[-1], (9, 0), ha="left", **style)
+        axes.annotate(percent(known[-1][1]), known[-1], (9, 0), ha="left", **style)
     if len(known) > 1:
-        axes.annotate(f"{known[0][1]:.1%}", known[0], (-9, 0), ha="right", **style)
+        axes.annotate(percent(known[0][1]), known[0], (-9, 0), ha="right", **style)
     axes.margins(x=0.09)
 
 

@@ -54,6 +54,7 @@ def render_report(paths: RunPaths, status: dict[str, Any]) -> str:
         cards=_cards(summary),
         by_dataset=[(name, *map(percent, scores.values())) for name, scores in summary["by_dataset"].items()],
         figures=_figures(paths, summary, evaluations),
+        empty={"dropped": "none was dropped"} if summary["ordinals"] else {},
         failures_note=_failures_note(newest),
         attempts=list(summary["attempts"].items()),
         groups=[(name, summary["ordinals"][name]) for name in ("fetched", *GROUP_STATES) if name in summary["ordinals"]],
