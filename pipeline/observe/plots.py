@@ -41,9 +41,7 @@ def learning_curve(accuracy: Curve, teacher: float | None, reward: Curve, palett
         axes.plot(reward.x, smoothed(reward.y), color=palette.slate, linewidth=1.4, label="training reward (mean of a step)")
     if teacher is not None:
         label = f"teacher, held-out ({percent(teacher)})"
-        axes.axhline(
-            teacher, color=palette.teal, linestyle=(0, (4, 3)), linewidth=1.3, label=f"teacher, held-out ({percent(teacher)})"
-        )
+        axes.axhline(teacher, color=palette.teal, linestyle=(0, (4, 3)), linewidth=1.3, label=label)
     if len(accuracy.x):
         axes.plot(accuracy.x, accuracy.y, color=palette.accent, linewidth=2.2, marker="o", markersize=5, label="student, held-out")
         _label_ends(axes, accuracy, palette)
@@ -216,7 +214,7 @@ def _label_ends(axes: Axes, accuracy: Curve, palette: Palette) -> None:
         axes.annotate(percent(known[-1][1]), known[-1], (9, 0), ha="left", **style)
     if len(known) > 1:
         axes.annotate(percent(known[0][1]), known[0], (-9, 0), ha="right", **style)
-    axes.margins(x=0.09)
+    axes.margins(x=0.11)
 
 
 def _say_empty(axes: Axes, palette: Palette) -> None:

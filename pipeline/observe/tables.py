@@ -74,7 +74,8 @@ def render_runs(rows: list[dict[str, Any]]) -> RenderableType:
     for row in rows:
         accuracy = f"{percent(row.get('accuracy_before'))} → {percent(row.get('accuracy_after'))}"
         step = f"{_or_dash(row.get('step'))}/{_or_dash(row.get('steps'))}"
-        table.add_row(escape(row["run_id"]), _state(row.get("state")), step, accuracy, escape(str(row["path"])))
+        folder = escape(str(row["path"])) + (f"\n[red]{escape(row['error'])}[/]" if row.get("error") else "")
+        table.add_row(escape(row["run_id"]), _state(row.get("state")), step, accuracy, folder)
     return table
 
 
