@@ -31,7 +31,7 @@ def steps_of(paths: RunPaths) -> list[int]:
 
 
 def test_what_was_saved_is_found_and_loads_in_transformers(paths):
-    save(paths, 4, optimizer={"state": torch.arange(3)}, step=4)
+    save(paths, 4, optimizer={"state": torch.arange(3)}, rate=0.5)
     (found,) = checkpoints.complete(paths)
     assert (found.step, found.covers, found.epoch) == (4, {4: [7, 3]}, 2)
     assert found.path == paths.root / "checkpoints" / "step_000004"
