@@ -105,13 +105,20 @@ class Driver:
             await buffer.set_run("running")
             await supervise(self._pumps(buffer, observer, launch, facts))
             return await self._finished(buffer, observer)
-        except Interrupted:
+        except Interrupted as stop:
             await self._stop_gracefully()
-            await observer.final()
+            await self._last_look(observer, "stopped", stop)
             raise
-        except BaseException:
-            await observer.final()
+        except Exception as error:
+            await self._last_look(observer, "failed", error)
             raise
+
+    async def _last_look(self, observer: Observer, state: str, error: Exception) -> None:
+        """Summary and report of a run that did not finish; a fault here must not hide why it did not."""
+        try:
+            await observer.final(state, str(error))
+        except Exception:
+            log.exception("the summary of the %s run could not be written", state)
 
     def _pumps(self, buffer: RemoteStage, observer: Observer, launch: Launch, facts: dict[str, Any]) -> list[Pump]:
         async def reports() -> list[StageReport]:

@@ -129,6 +129,7 @@ def make_config(**parts: Any) -> RunConfig:
         "datasets": {"words": {"source": "jsonl", "path": "words.jsonl"}},
         "rollout": {"tasks_per_step": 4, "samples_per_task": 4},
         "trainer": {"steps": 6, "lr": 1e-2, "warmup_steps": 0, "save_every": 2, "minibatches": 2},
+        "eval": {"every": 0, "hold_s": 0.001},
         "algorithm": {"name": "opd", "opd": {"signal": "sampled", "advantage": "raw"}},
     }
     for name, values in parts.items():

@@ -17,7 +17,7 @@ from pipeline.buffer.settings import BufferSettings
 from pipeline.engines.pretrained import load_model
 from pipeline.engines.weights import WeightStore
 from pipeline.errors import BreakerTripped, FencedOut, RolloutError, StageFailed, Stalled
-from pipeline.paths import RunPaths
+from pipeline.paths import RunPaths, evaluation_id
 from pipeline.trainer import checkpoints
 from pipeline.trainer.service import TrainerService
 from tests.pipeline.trainer.helpers import make_column, make_config, make_group, saved_student, tiny_model
@@ -358,6 +358,7 @@ async def test_a_held_version_delays_the_next_one_for_a_bounded_time(tmp_path):
         trainer = run.trainer()
         await trainer.start()
         store = WeightStore(run.paths.weights)
+        store.release(evaluation_id(0))
         hold = store.hold(0, 60.0)
         await run.produce(1)
         training = asyncio.create_task(trainer.train(1))
