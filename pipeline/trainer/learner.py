@@ -23,7 +23,7 @@ from pipeline.trainer import checkpoints, filters
 from pipeline.trainer.checkpoints import Checkpoint
 from pipeline.trainer.measures import rollout_measures
 from pipeline.trainer.packing import Packed, RowRules, make_rows
-from pipeline.trainer.update import Updater
+from pipeline.trainer.update import FIGURES, Updater
 
 END_OF_DATA = "end_of_data"
 
@@ -63,8 +63,10 @@ class Learner:
         result = filters.apply(groups, step, self._config.rollout.filters)
         packed = make_rows(result.groups, result.kept, self._rules)
         skipped = self._skip_reason(selection, packed)
-        figures = self.updater.update(packed.rows, step) if skipped is None else {"samples": 0, "tokens": 0}
-        if figures.get("optimizer_steps") == 0:
+        figures: dict[str, Any] = dict.fromkeys(FIGURES) | {"samples": 0, "tokens": 0}
+        if skipped is None:
+            figures = self.updater.update(packed.rows, step)
+        if figures["optimizer_steps"] == 0:
             skipped = "nonfinite_gradient"
         counts = {
             "dropped_groups": _added(selection.dropped, result.dropped_groups),

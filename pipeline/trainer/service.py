@@ -306,6 +306,8 @@ class TrainerService:
                 break
             skipped += not results[step]["end_of_data"]
         self._skipped_in_row = min(skipped, MAX_SKIPPED - 1)
+        if self._newest is not None and self._due(trained_step, self._newest):
+            await self._checkpoint()  # the process before this one died between recording the step and saving it
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 

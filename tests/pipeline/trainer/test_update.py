@@ -12,7 +12,7 @@ import torch
 
 from pipeline.errors import StageFailed
 from pipeline.trainer.packing import RowRules, make_rows
-from pipeline.trainer.update import Updater
+from pipeline.trainer.update import FIGURES, Updater
 from tests.pipeline.trainer.helpers import make_column, make_config, make_group, tiny_model
 
 MODEL, TEACHER = tiny_model(0), tiny_model(5)
@@ -219,6 +219,7 @@ def test_equal_rewards_teach_grpo_nothing():
 def test_mixing_weighs_the_parts_by_their_coefficients():
     mixed = {"name": "grpo_opd", "opd": {"signal": "topk", "coefficient": 0.3}, "grpo": {"coefficient": 0.7}}
     figures = updater(mixed).update(rows_of(groups_of(signal="topk"), "topk"), 1)
+    assert figures.keys() == set(FIGURES)
     assert figures["loss"] == pytest.approx(0.3 * figures["loss_opd"] + 0.7 * figures["loss_grpo"], rel=1e-6)
 
 
