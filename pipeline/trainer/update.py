@@ -22,8 +22,8 @@ from pipeline.trainer.packing import Row, split_chunks, split_minibatches
 from pipeline.trainer.schedules import warmed_lr
 
 FIGURES = (
-    "loss", "loss_opd", "loss_grpo", "samples", "tokens", "optimizer_steps", "nonfinite_steps", "grad_norm", "entropy", "kl_behaviour",
-    "ratio_mean", "ratio_max", "ratio_masked_share", "clipped_share", "teacher_kl", "lr", "teacher_coverage",
+    "loss", "loss_opd", "loss_grpo", "samples", "tokens", "optimizer_steps", "nonfinite_steps", "grad_norm", "entropy",
+    "kl_behaviour", "ratio_mean", "ratio_max", "ratio_masked_share", "clipped_share", "teacher_kl", "lr", "teacher_coverage",
 )  # fmt: skip
 """What `Updater.update` returns. `teacher_kl` is the mean of log p_student - log p_teacher over sampled tokens."""
 
