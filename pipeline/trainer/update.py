@@ -131,13 +131,13 @@ class Updater:
             in_bounds_n = self._in_bounds(ratio_n)
             token_n = self._teacher_loss(chunk, student_nv, student_n, tempered_n, ratio_n, in_bounds_n, moments)
             part = (chunk.teacher_weight_n * torch.where(in_bounds_n, token_n, 0.0)).sum()
-            loss = loss + self._algorithm.opd.coefficient * part if self._algorithm.name == "grpo_opd" else loss + part
+            loss = loss + self._algorithm.opd.coefficient * part
             self._count_teacher(tally, chunk, student_n, in_bounds_n, part)
         if self.policy_gradient:
             settings = self._algorithm.grpo
             token_n = losses.clipped_policy_gradient(ratio_n, chunk.advantage_n, settings.clip_low, settings.clip_high)
             part = (chunk.policy_weight_n * token_n).sum()
-            loss = loss + settings.coefficient * part if self._algorithm.name == "grpo_opd" else loss + part
+            loss = loss + settings.coefficient * part
             self._count_policy(tally, chunk, ratio_n, part)
         self._count_tokens(tally, ratio_n, student_nv)
         tally.add(loss=float(loss.detach()))
