@@ -10,7 +10,8 @@ from pipeline.config.base import Strict
 
 
 class Schedule(Strict):
-    """A value by step. `linear`, `cosine` and `exponential` go from start to end over decay_steps after warmup_steps."""
+    """A value by step. After warmup_steps `linear` and `cosine` go from start to end over decay_steps; `exponential` and `step`
+    fall by their rate."""
 
     kind: Literal["constant", "linear", "cosine", "exponential", "step"] = "constant"
     start: float = 0.0
