@@ -26,6 +26,8 @@ from pipeline.teacher.reporting import stage_report
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
+CLOCK_S = 1e-3
+"""Less than this is now: a wait below the clock's resolution would spin."""
 SWEEP_S = 1.0
 """A wake-up that was lost costs this much at most."""
 
@@ -139,7 +141,7 @@ class ScoringStage:
             if not items:
                 continue
             linger_s = self._linger_s(lane, items)
-            if linger_s > 0:
+            if linger_s > CLOCK_S:
                 break
             self._start(lane, replica, self._batch(lane, items, len(idle) - count))
             linger_s = math.inf

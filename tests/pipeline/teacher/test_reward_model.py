@@ -32,9 +32,7 @@ class LengthReward:
         return {group.ordinal: self._column(group) for group in groups}
 
     def _column(self, group: Group) -> Column:
-        rewards = {
-            sample.sample_id: {"reward": np.asarray([sample.loss_mask.sum()], np.float32)} for sample in group.samples
-        }
+        rewards = {sample.sample_id: {"reward": np.asarray([sample.loss_mask.sum()], np.float32)} for sample in group.samples}
         return Column("reward_model", group.ordinal, self.name, "length-1", rewards)
 
 
