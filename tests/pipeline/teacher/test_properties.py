@@ -6,7 +6,6 @@ import asyncio
 
 import looptime
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +13,6 @@ from pipeline.errors import EngineUnavailable
 from pipeline.teacher.scorer import score_groups
 from tests.pipeline.teacher.fakes import TEACHERS, Run, ToyTeacher, make_config, make_group, make_sample, opened, running
 
-pytestmark = pytest.mark.slow
 GROUPS = 12
 
 shapes = st.lists(
