@@ -159,6 +159,7 @@ class RemoteWorker:
 
     def __init__(self, run_id: str, stage: str, node: str, player: str = "student") -> None:
         self.node = node
+        self._name = stage
         self._stage = RemoteStage(run_id, stage)
         self._player = player
 
@@ -171,7 +172,7 @@ class RemoteWorker:
                 await self._stage.ping()
             return result.result()
         except RayError as error:
-            remote = unwrap(error, self._stage._stage)
+            remote = unwrap(error, self._name)
             raise remote from remote.__cause__
         except TimeoutError as error:
             raise ConnectionError(f"worker {self.node} does not answer") from error

@@ -97,11 +97,8 @@ async def _resumed(window: Window, paths: RunPaths) -> bool:
     try:
         reference = await asyncio.to_thread(lambda: workflow.resume_async(identity))
         await _ended(reference, paths, identity, started)
-    except _NoStageFailed as error:
-        log.warning("workflow %s cannot be resumed (%s); a new one starts from the ledger", identity, error)
-        return False
-    except (ray.exceptions.RayError, workflow.WorkflowExecutionError, OSError, ValueError) as error:
-        log.warning("workflow %s cannot be resumed (%s); a new one starts from the ledger", identity, type(error).__name__)
+    except (_NoStageFailed, ray.exceptions.RayError, workflow.WorkflowExecutionError, OSError, ValueError) as error:
+        log.warning("workflow %s cannot be resumed; a new one starts from the ledger", identity, exc_info=error)
         return False
     return True
 
