@@ -107,11 +107,11 @@ def _steps(last: int) -> list[int]:
 
 
 def _step(config: RunConfig, step: int) -> dict[str, float]:
-    from pipeline.trainer.schedules import t_max, value, warmed_lr
+    from pipeline.trainer.schedules import learning_rate, t_max, value
 
     return {
         "step": step,
         "beta": value(config.algorithm.beta, step),
         "t_max": t_max(config.algorithm.t_max, step),
-        "lr": warmed_lr(config.trainer.lr, config.trainer.warmup_steps, step),
+        "lr": learning_rate(config.trainer, step),
     }

@@ -80,7 +80,12 @@ class Algorithm(Strict):
 class Trainer(Strict):
     steps: int = Field(100, ge=1)
     lr: float = Field(1e-3, gt=0)
+    """The highest learning rate: reached after `warmup_steps`, then following `lr_schedule`."""
     warmup_steps: int = Field(10, ge=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """From the end of the warm-up to the last of `steps`. With a constant rate a run may end in one of its dips."""
+    lr_floor: float = Field(0.1, ge=0, le=1)
+    """Share of `lr` that is left at the last step."""
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float = Field(1.0, gt=0)

@@ -1,7 +1,7 @@
 """The synchronous half of the trainer: model, optimizer and what is made of one step's groups. Lives in one thread.
 
-Invariant: what `learn` does follows from the parameters, the optimizer state, the groups and the step alone, so that a replay
-from stored groups repeats it.
+Invariant: what `learn` does follows from the parameters, the optimizer state, the groups, the step and the learning rate alone,
+so that a replay from stored groups repeats it.
 """
 
 from __future__ import annotations
@@ -58,14 +58,17 @@ class Learner:
             scored_only=config.algorithm.name == "grpo",
         )
 
-    def learn(self, step: int, selection: Selection, groups: Sequence[Group]) -> dict[str, Any]:
-        """Update on the groups and return the step's result; `skipped` says why nothing was done, or is None."""
+    def learn(self, step: int, selection: Selection, groups: Sequence[Group], lr: float | None = None) -> dict[str, Any]:
+        """Update on the groups and return the step's result; `skipped` says why nothing was done, or is None.
+
+        lr: the learning rate that a replayed step was recorded with; None: the schedule's.
+        """
         result = filters.apply(groups, step, self._config.rollout.filters)
         packed = make_rows(result.groups, result.kept, self._rules)
         skipped = self._skip_reason(selection, packed)
         figures: dict[str, Any] = dict.fromkeys(FIGURES) | {"samples": 0, "tokens": 0}
         if skipped is None:
-            figures = self.updater.update(packed.rows, step)
+            figures = self.updater.update(packed.rows, step, lr)
         if figures["optimizer_steps"] == 0:
             skipped = "nonfinite_gradient"
         counts = {

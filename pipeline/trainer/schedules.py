@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from pipeline.config.training import Schedule, TMax
+from pipeline.config.training import Schedule, TMax, Trainer
 
 
 def value(schedule: Schedule, step: int) -> float:
@@ -34,7 +34,17 @@ def t_max(settings: TMax, step: int) -> int:
     return int(min(settings.start + settings.slope * step, settings.cap))
 
 
-def warmed_lr(lr: float, warmup_steps: int, step: int) -> float:
-    """Learning rate of a training step: linear from lr / warmup_steps to lr. A function of the step alone, so that a resumed
-    or replayed step uses the rate of the first time."""
-    return lr * min(1.0, step / warmup_steps) if warmup_steps else lr
+def learning_rate(settings: Trainer, step: int) -> float:
+    """Learning rate of a training step: linear from lr / warmup_steps to lr, then down to lr * lr_floor at the last step.
+
+    It depends on `trainer.steps`, which a resume may raise: a recorded step is replayed with the rate that was recorded.
+    """
+    warmup = settings.warmup_steps
+    decay = Schedule(
+        kind=settings.lr_schedule,
+        start=settings.lr,
+        end=settings.lr * settings.lr_floor,
+        warmup_steps=warmup,
+        decay_steps=max(1, settings.steps - warmup),
+    )
+    return value(decay, step) * (min(1.0, step / warmup) if warmup else 1.0)

@@ -176,21 +176,21 @@ class TrainerService:
         self._count_skipped(result)
         return result
 
-    async def _update(self, step: int, selection: Selection) -> dict[str, Any]:
-        """Parts 1 and 2, in memory; also how a recorded step is replayed."""
+    async def _update(self, step: int, selection: Selection, lr: float | None = None) -> dict[str, Any]:
+        """Parts 1 and 2, in memory; also how a recorded step is replayed, with the learning rate that it was recorded with."""
         read_at = self._clock()
         groups = groups_of(selection, await self._ask(self._buffer.read(list(selection.ordinals), True)))
         begun = self._clock()
-        result = await self._worker.run("update", self._learn, step, selection, groups)
+        result = await self._worker.run("update", self._learn, step, selection, groups, lr)
         self._version = step
         self._covers[step] = list(selection.ordinals)
         return result | {"read_s": begun - read_at, "update_s": self._clock() - begun}
 
-    def _learn(self, step: int, selection: Selection, groups: list) -> dict[str, Any]:
+    def _learn(self, step: int, selection: Selection, groups: list, lr: float | None) -> dict[str, Any]:
         learner = self._learner
         assert learner is not None
         try:
-            return learner.learn(step, selection, groups)
+            return learner.learn(step, selection, groups, lr)
         except BaseException as error:
             if learner.updater.writing:
                 self._failure = error
@@ -295,10 +295,10 @@ class TrainerService:
     async def _replay(self, trained_step: int, results: dict[int, dict[str, Any]]) -> None:
         """Repeat the recorded steps after the checkpoint from stored rows, in their recorded order."""
         for step in range(self._version + 1, trained_step + 1):
-            replayed = await self._update(step, await self._ask(self._buffer.select(step)))
-            recorded = results.get(step, {}).get("weights")
-            if recorded not in (None, replayed["weights"]):
-                _log.warning("replayed step %d gives weights %s, recorded are %s", step, replayed["weights"], recorded)
+            recorded = results.get(step, {})
+            replayed = await self._update(step, await self._ask(self._buffer.select(step)), recorded.get("lr"))
+            if recorded.get("weights") not in (None, replayed["weights"]):
+                _log.warning("replayed step %d gives weights %s, recorded are %s", step, replayed["weights"], recorded["weights"])
         self._newest = results.get(trained_step)
         skipped = 0
         for step in sorted(results, reverse=True):

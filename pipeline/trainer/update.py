@@ -1,7 +1,7 @@
 """The optimizer steps of one training step.
 
-Invariant: the same parameters, optimizer state, rows and step give the same new parameters, bit for bit on a CPU with the same
-thread count; `writing` is true from before the first parameter write until all are done.
+Invariant: the same parameters, optimizer state, rows, step and learning rate give the same new parameters, bit for bit on a CPU
+with the same thread count; `writing` is true from before the first parameter write until all are done.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.trainer import losses
 from pipeline.trainer.chunks import Chunk, Normaliser, build_chunk
 from pipeline.trainer.measures import Tally, known, mean
 from pipeline.trainer.packing import Row, split_chunks, split_minibatches
-from pipeline.trainer.schedules import warmed_lr
+from pipeline.trainer.schedules import learning_rate
 
 FIGURES = (
     "loss", "loss_opd", "loss_grpo", "samples", "tokens", "optimizer_steps", "nonfinite_steps", "grad_norm", "entropy",
@@ -57,13 +57,13 @@ class Updater:
     def policy_gradient(self) -> bool:
         return self._algorithm.name in ("grpo", "grpo_opd")
 
-    def update(self, rows: Sequence[Row], step: int) -> dict[str, Any]:
-        """Train on rows (at least one) and return the step's figures.
+    def update(self, rows: Sequence[Row], step: int, lr: float | None = None) -> dict[str, Any]:
+        """Train on rows (at least one) and return the step's figures. lr: the rate to use in place of the schedule's.
 
         Raises StageFailed, before anything is written, when the teacher's columns reach too few tokens.
         """
         coverage = self._check_coverage(rows, step)
-        lr = warmed_lr(self._trainer.lr, self._trainer.warmup_steps, step)
+        lr = learning_rate(self._trainer, step) if lr is None else lr
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         tally, norms = Tally(), []

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config.training import Schedule, TMax
-from pipeline.trainer.schedules import t_max, value, warmed_lr
+from pipeline.config.training import Schedule, TMax, Trainer
+from pipeline.trainer.schedules import learning_rate, t_max, value
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,22 @@ def test_t_max_rises_to_its_cap_and_a_slope_of_zero_is_a_constant():
     assert {t_max(TMax(start=5, slope=0.0, cap=16), step) for step in range(1, 50)} == {5}
 
 
-def test_learning_rate_warms_up_by_step():
-    assert [warmed_lr(1.0, 4, step) for step in (1, 2, 4, 5)] == [0.25, 0.5, 1.0, 1.0]
-    assert warmed_lr(1.0, 0, 1) == 1.0
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"lr_schedule": "constant"}, {1: 0.25, 2: 0.5, 4: 1.0, 5: 1.0, 14: 1.0}),
+        ({"lr_schedule": "constant", "warmup_steps": 0}, {1: 1.0, 14: 1.0}),
+        ({"lr_schedule": "linear", "lr_floor": 0.2}, {1: 0.25, 4: 1.0, 5: 0.92, 9: 0.6, 14: 0.2, 20: 0.2}),
+        ({"lr_schedule": "linear", "lr_floor": 0.0, "warmup_steps": 0}, {7: 0.5, 14: 0.0}),
+        ({"lr_schedule": "cosine", "lr_floor": 0.2}, {2: 0.5, 4: 1.0, 9: 0.6, 14: 0.2, 15: 0.2}),
+        ({"warmup_steps": 20}, {5: 0.25, 14: 0.7}),
+    ],
+)
+def test_learning_rate_warms_up_and_falls_to_its_floor_at_the_last_step(settings, expected):
+    trainer = Trainer(**{"steps": 14, "lr": 1.0, "warmup_steps": 4, **settings})
+    assert {step: round(learning_rate(trainer, step), 6) for step in expected} == expected
+
+
+def test_by_default_the_learning_rate_falls():
+    trainer = Trainer()
+    assert learning_rate(trainer, trainer.steps) < learning_rate(trainer, trainer.steps // 2) < trainer.lr

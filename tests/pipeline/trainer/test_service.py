@@ -160,6 +160,22 @@ async def test_a_restart_replays_to_bit_equal_weights(tmp_path, save_every):
         await from_scratch.close()
 
 
+async def test_raising_the_steps_changes_the_rate_from_there_and_not_of_what_is_replayed(tmp_path, caplog):
+    async with opened(tmp_path, trainer={"steps": 6, "save_every": 4}) as run:
+        trainer = run.trainer()
+        results = await run.train_to(6, trainer)
+        assert results[5]["lr"] < results[4]["lr"] < results[0]["lr"]
+        await trainer.close()
+        shutil.rmtree(run.paths.checkpoint(6))
+        run.config = make_config(trainer={"steps": 12, "save_every": 4})
+        again = run.trainer()
+        await again.start()  # replays steps 5 and 6, whose rates the longer schedule would raise
+        assert again._learner.updater.digest() == results[5]["weights"] and "replayed" not in caplog.text
+        await run.produce(7)
+        assert (await again.train(7))["lr"] > results[5]["lr"]
+        await again.close()
+
+
 async def test_a_torn_newest_checkpoint_falls_back_to_the_one_before(tmp_path, caplog):
     async with opened(tmp_path) as run:
         trainer = run.trainer()
