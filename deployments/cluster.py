@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import shutil
 import signal
@@ -25,8 +24,12 @@ from pipeline.config.training import Ray
 from pipeline.errors import ConfigError
 from pipeline.paths import RunPaths
 
-SYSTEM = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Nothing is reported home, and every port is on loopback."""
+SYSTEM = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_worker_maximum_startup_concurrency": "32",
+}
+"""Nothing is reported home, every port is on loopback, and the run's fifteen processes are no reason for Ray to warn on stdout."""
 POLL_S = 0.05
 
 
@@ -49,7 +52,7 @@ def start(paths: RunPaths, settings: Ray, storage: str) -> None:
         storage=storage,
         namespace=NAMESPACE,
         log_to_driver=False,
-        logging_level=logging.WARNING,
+        configure_logging=False,
     )
 
 
