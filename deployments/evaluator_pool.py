@@ -9,11 +9,13 @@ from typing import Any
 from deployments.calls import RemoteStage, RemoteWorker
 from deployments.hosting import StageActor, forwards
 from deployments.names import worker_stage
+from deployments.teachers import on_demand
 from pipeline.engines.weights import WeightStore
 from pipeline.evaluator.pool import EvaluatorPool
 from pipeline.evaluator.spec import NodeSpec
 from pipeline.paths import evaluation_id
 from pipeline.records import Task
+from pipeline.teacher.on_demand import ScoreOnDemand
 
 
 @forwards("rollout", "stop")
@@ -28,7 +30,7 @@ class EvaluatorPoolActor(StageActor):
         self.fetcher = RemoteStage(self.paths.run_id, "fetcher")
         self.scorer = RemoteStage(self.paths.run_id, "teacher_scorer")
         self.weights = WeightStore(self.paths.weights)
-        return self._pool("student")
+        return self._pool("student", on_demand(self.config, self.paths, "inline"))
 
     async def evaluate(self, step: int) -> dict[str, Any]:
         """Evaluate weight version `step`, which the trainer holds under the evaluation's id until this releases it."""
@@ -46,7 +48,7 @@ class EvaluatorPoolActor(StageActor):
         tasks = [await self._as_read_by(alias, task) for task in await self.fetcher.eval_tasks()]
         return await self._pool(alias).evaluate(f"teacher_{alias}", tasks, 0)
 
-    def _pool(self, player: str) -> EvaluatorPool:
+    def _pool(self, player: str, score: ScoreOnDemand | None = None) -> EvaluatorPool:
         workers = [RemoteWorker(self.paths.run_id, worker_stage(index), node.node, player) for index, node in enumerate(self.nodes)]
         return EvaluatorPool(
             self.config,
@@ -56,6 +58,7 @@ class EvaluatorPoolActor(StageActor):
             self.scorer.submit,
             nodes=self.nodes,
             details_folder=self.paths.details,
+            score=score,
         )
 
     async def _as_read_by(self, alias: str, task: Task) -> Task:

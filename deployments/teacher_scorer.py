@@ -6,13 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from deployments.calls import RemoteEngine
 from deployments.hosting import StageActor, forwards
-from deployments.names import ENGINE_DEPLOYMENT, teacher_app
-from deployments.serving import wait_running
+from deployments.teachers import teacher_engines
 from pipeline.engines.renderer import ChatRenderer
 from pipeline.fetcher.catalog import Catalog
-from pipeline.teacher.routing import teacher_groups
 from pipeline.teacher.scorer import TeacherScorer
 from pipeline.trainer.assets import tokenizer_folder
 
@@ -26,12 +23,7 @@ class TeacherScorerActor(StageActor):
     async def build(self) -> TeacherScorer:
         catalog = await asyncio.to_thread(Catalog, self.config)
         renderer = ChatRenderer.load(await asyncio.to_thread(tokenizer_folder, self.config, catalog, self.paths.cache))
-        engines = {}
-        for group in teacher_groups(self.config):
-            app = teacher_app(self.paths.run_id, group.name)
-            await wait_running(app, self.config.run.start_timeout_s)
-            engine = RemoteEngine(app, ENGINE_DEPLOYMENT, self.config.teacher_stage.call_timeout_s)
-            engines[group.name] = [engine] * group.replicas
+        engines = await teacher_engines(self.config, self.paths.run_id)
         renderers = {alias: renderer for alias in self.config.teachers}
         scorer = TeacherScorer(self.config, self.buffer, engines, renderers, renderer, catalog.shots, actor=self.stage)
         await scorer.start()

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from deployments.hosting import StageActor, forwards
+from deployments.teachers import on_demand
 from pipeline.engines.weights import WeightStore
 from pipeline.fetcher.catalog import Catalog
 
@@ -22,7 +23,13 @@ class TrainerActor(StageActor):
         from pipeline.trainer.service import TrainerService
 
         service = TrainerService(
-            self.config, self.paths, student, self.buffer, WeightStore(self.paths.weights), die=lambda: os._exit(1)
+            self.config,
+            self.paths,
+            student,
+            self.buffer,
+            WeightStore(self.paths.weights),
+            die=lambda: os._exit(1),
+            complete=on_demand(self.config, self.paths, "score_at_select"),
         )
         await service.start()
         return service

@@ -82,4 +82,6 @@ class RunConfig(Strict):
 
     def needs_of(self, dataset: str) -> tuple[str, ...]:
         """Fields that must be produced before a group of this dataset is ready to be trained on."""
+        if self.teacher_stage.mode == "score_at_select":  # the trainer has them produced once it has selected
+            return ()
         return ("teacher",) if self.teacher_of(dataset) is not None else ()

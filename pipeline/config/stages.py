@@ -198,4 +198,5 @@ class TeacherStage(Strict):
     call_timeout_s: float = Field(120.0, gt=0)
     max_consecutive_scoring_drops: int = Field(8, ge=1)
     mode: Literal["stage", "inline", "score_at_select"] = "stage"
-    """`inline` scores inside the commit path and is there to be measured against."""
+    """`stage`: scored in batches while rollouts go on. `inline`: before the commit, with the permit held; there to be measured
+    against. `score_at_select`: when the trainer takes the groups, which then waits for the teacher."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -42,7 +42,8 @@ class GroupEnd:
 
 
 class GroupRunner:
-    """Shared by all steps. `may_filter(step)` says whether a filtered group may still be replaced; then it is dropped."""
+    """Shared by all steps. `may_filter(step)` says whether a filtered group may still be replaced; then it is dropped.
+    score: adds columns to groups before they are committed (`teacher_stage.mode: inline`)."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class GroupRunner:
         breaker: Breaker,
         wake: Callable[[], None],
         may_filter: Callable[[int], bool],
+        score: Callable[[Sequence[Group]], Awaitable[None]] | None,
     ) -> None:
         self._rollout = config.rollout
         self._durable = config.buffer.durable_samples
@@ -60,6 +62,7 @@ class GroupRunner:
         self._breaker = breaker
         self._wake = wake
         self._may_filter = may_filter
+        self._score = score
         self._dispatching = asyncio.Event()
         self._dispatching.set()
         self.in_flight = 0
@@ -173,6 +176,8 @@ class GroupRunner:
         if reason is not None and self._may_filter(context.step):
             await settled("discard", lambda: self._buffer.discard(task.ordinal, reason))
             return GroupEnd("dropped", reason)
+        if self._score is not None:
+            await self._score([group])
         try:
             await settled("commit", lambda: self._buffer.commit(attempt, group))
         except LateCommit:

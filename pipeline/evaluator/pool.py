@@ -33,7 +33,7 @@ from pipeline.evaluator.spec import EvaluatorSpec, NodeSpec, specs_from_config
 from pipeline.evaluator.wakeup import WakeUp
 from pipeline.evaluator.worker import WorkerClient
 from pipeline.evaluator.workers import STAGE, Workers
-from pipeline.records import Batch, Sample, StepContext, Task
+from pipeline.records import Batch, Group, Sample, StepContext, Task
 
 log = logging.getLogger("evaluator")
 
@@ -53,7 +53,7 @@ class EvaluatorPool:
     """nodes: of the placement pool (`Proof.pool`). workers: at least one; a worker plays the tokens of its node.
 
     scorer: wakes the teacher stage (best effort). details_folder: where artefacts go. clock: None is the event loop's.
-    offload: runs file writes outside the event loop.
+    offload: runs file writes outside the event loop. score: adds columns to groups before their commit (mode `inline`).
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class EvaluatorPool:
         details_folder: Path,
         clock: Callable[[], float] | None = None,
         offload: Callable[..., Awaitable[Any]] = asyncio.to_thread,
+        score: Callable[[Sequence[Group]], Awaitable[None]] | None = None,
     ) -> None:
         clock = clock or asyncio.get_running_loop().time
         self._config = config
@@ -81,7 +82,7 @@ class EvaluatorPool:
         self._workers = Workers(workers, self._placement, config.run.max_actor_restarts, clock)
         self._wake = WakeUp(scorer)
         breaker = Breaker(STAGE, config.rollout.max_consecutive_failures)
-        self._groups = GroupRunner(config, buffer, self._workers, breaker, self._wake, self._may_filter)
+        self._groups = GroupRunner(config, buffer, self._workers, breaker, self._wake, self._may_filter, score)
         self._evaluation = Evaluation(self._specs, self._placement, self._workers, config.rollout.retries)
         self._filtered: Counter[int] = Counter()
         self._occupancy = Occupancy(clock)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,8 +28,9 @@ from pipeline.evaluator.spec import NodeSpec, specs_from_config
 from pipeline.evaluator.worker import EvaluatorWorker
 from pipeline.paths import RunPaths
 from pipeline.records import Batch, Sampling, Stopping, Task
-from pipeline.teacher.inline import InlineScoring
+from pipeline.teacher.on_demand import ScoreOnDemand
 from pipeline.teacher.scorer import TeacherScorer, start_teachers
+from pipeline.teacher.teacher import Teacher
 from pipeline.teacher.virtual_time import run_on_virtual_time
 
 Mode = Literal["stage", "inline", "none"]
@@ -133,7 +134,6 @@ async def _play(workload: Workload, mode: Mode) -> Played:
         engine = _Watched(FixedCostTeacher(config.teachers[ALIAS]))
         scorer = TeacherScorer(config, buffer, {ALIAS: [engine]}, {}, StandInTokens(), lambda dataset, count: (), loop.time)
         await start_teachers(scorer.teachers, StandInTokens())
-        seen = InlineScoring(buffer, scorer.teachers, config.teacher_stage) if mode == "inline" else buffer
         specs = specs_from_config(config)
         nodes = (NodeSpec("bench", (), float(workload.permits * workload.rows), 1.0),)
         weights = WeightStore(paths.weights)
@@ -144,9 +144,14 @@ async def _play(workload: Workload, mode: Mode) -> Played:
         async def wake() -> None:
             scorer.submit()
 
+        async def teachers() -> Mapping[str, Teacher]:
+            return scorer.teachers
+
+        score = ScoreOnDemand(teachers, config.teacher_stage) if mode == "inline" else None
         pool = EvaluatorPool(
-            config, seen, _Tasks(workload, mode), [worker], wake, nodes=nodes, details_folder=paths.details, offload=_here
-        )
+            config, buffer, _Tasks(workload, mode), [worker], wake, nodes=nodes, details_folder=paths.details, offload=_here,
+            score=score,
+        )  # fmt: skip
         engine.permits = lambda: pool.report().detail["tokens_held"] / workload.rows
         stage = asyncio.create_task(scorer.run()) if mode == "stage" else None
         try:

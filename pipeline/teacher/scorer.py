@@ -90,7 +90,7 @@ async def _together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 async def score_groups(groups: Sequence[Group], teachers: Mapping[str, Teacher], settings: TeacherStage) -> list[Column]:
-    """The columns of the groups, in their order: scored when they are selected (`score_at_select`), or one by one inside the
+    """The columns of the groups, in their order: scored when they are selected (`score_at_select`), or before their
     commit (`inline`). The same caps and deadlines as in the stage, an infrastructure fault is tried once more, and any other
     fault is raised as StageFailed: here nobody can drop a group.
     """

@@ -26,6 +26,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.engines.weights import WeightStore
 from pipeline.errors import BreakerTripped, StageFailed, Stalled
 from pipeline.paths import RunPaths, evaluation_id
+from pipeline.records import Group
 from pipeline.trainer import checkpoints
 from pipeline.trainer.checkpoints import Checkpoint
 from pipeline.trainer.learner import Learner, groups_of
@@ -55,7 +56,8 @@ def end_process() -> None:
 
 class TrainerService:
     """student: folder of weight version 0. clock: seconds, monotonic. fence: raises when a newer writer owns the run.
-    epoch: the writer epoch that checkpoints carry. die: ends the process. select_wait_s: longest wait for a step's groups."""
+    epoch: the writer epoch that checkpoints carry. die: ends the process. select_wait_s: longest wait for a step's groups.
+    complete: puts what is missing into the groups of a step once they are selected (`teacher_stage.mode: score_at_select`)."""
 
     def __init__(
         self,
@@ -71,11 +73,13 @@ class TrainerService:
         die: Callable[[], None] = end_process,
         device: str = "cpu",
         select_wait_s: float = 600.0,
+        complete: Callable[[list[Group]], Awaitable[None]] | None = None,
     ) -> None:
         self._config, self._paths, self._student = config, paths, student
         self._buffer, self._weights = buffer, weights
         self._clock, self._fence, self._epoch, self._die = clock, fence, epoch, die
         self._device, self._select_wait_s = device, select_wait_s
+        self._complete = complete
         self._worker = Worker(clock)
         self._lock = asyncio.Lock()
         self._learner: Learner | None = None
@@ -180,6 +184,8 @@ class TrainerService:
         """Parts 1 and 2, in memory; also how a recorded step is replayed, with the learning rate that it was recorded with."""
         read_at = self._clock()
         groups = groups_of(selection, await self._ask(self._buffer.read(list(selection.ordinals), True)))
+        if self._complete is not None:
+            await self._complete(groups)
         begun = self._clock()
         result = await self._worker.run("update", self._learn, step, selection, groups, lr)
         self._version = step

@@ -93,6 +93,26 @@ def flat(folder: Path) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in load_model(folder).parameters()])
 
 
+async def test_what_a_step_lacks_is_produced_once_it_is_selected(tmp_path):
+    async with opened(tmp_path, teacher_stage={"mode": "score_at_select"}) as run:
+        asked = []
+
+        async def complete(groups):
+            asked.append([group.ordinal for group in groups])
+            for group in groups:
+                group.columns["teacher"] = make_column(group, TEACHER)
+
+        for slot in await run.buffer.assign(1, TASKS, None):
+            attempt = await run.buffer.start_attempt(slot.ordinal, 0, "worker")
+            await run.buffer.commit(attempt, make_group(slot.ordinal, (1.0, 0.0), model=run.model))
+        await run.buffer.close_rollout(1)
+        result = await run.trainer(complete=complete).train(1)
+        assert asked == [[0, 1, 2, 3]] and result["teacher_coverage"] == 1.0
+        again = run.trainer(complete=complete)  # a replay has them produced again: what they are depends on the tokens alone
+        await again.start()
+        assert asked == [[0, 1, 2, 3]] * 2 and published(run)[0] == 1
+
+
 async def test_versions_are_published_step_by_step_and_everything_is_trained_at_the_end(tmp_path):
     async with opened(tmp_path) as run:
         trainer = run.trainer()
