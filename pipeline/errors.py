@@ -32,6 +32,17 @@ class AdmissionError(UserError):
     """The demand can never be placed; the message holds the arithmetic."""
 
 
+class RequestRefused(UserError):
+    """A request to the service that it does not serve. status: of HTTP; code: for programs; param: the key that is at fault."""
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(status, code, message, param, retry_after_s)  # all of them, so that it pickles
+        self.status, self.code, self.message, self.param, self.retry_after_s = status, code, message, param, retry_after_s
+
+    def __str__(self) -> str:
+        return self.message if self.param is None else f"{self.param}: {self.message}"
+
+
 class Locked(RolloutError):
     """Another process owns the run: exit code 4."""
 

@@ -95,6 +95,27 @@ class RunPaths:
         return self.root.parent / ".cache"
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPaths:
+    """What lies beside the runs, and is of no run."""
+
+    runs: Path
+
+    @property
+    def cache(self) -> Path:
+        return self.runs / ".cache"
+
+    @property
+    def evaluations(self) -> Path:
+        """Evaluations that were asked for by name, a folder each: over HTTP, or by `rollout eval`."""
+        return self.runs / ".evals"
+
+    @property
+    def service(self) -> RunPaths:
+        """The service's own lock and logs."""
+        return RunPaths(self.runs / ".service")
+
+
 def evaluation_id(step: int) -> str:
     """Of the evaluation of weight version `step`: names its files and its lease on that version."""
     return f"eval_{step:06d}"

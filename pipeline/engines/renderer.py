@@ -69,6 +69,10 @@ class ChatRenderer:
         """The text without special tokens; ids of a padded vocabulary mean nothing and give nothing."""
         return self._tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True)
 
+    def token_text(self, token_id: int) -> str:
+        """One token as text, special ones by their name."""
+        return self._tokenizer.decode([int(token_id)], skip_special_tokens=False)
+
 
 def _content(token: str | dict[str, Any]) -> str:
     return token if isinstance(token, str) else token["content"]

@@ -32,11 +32,14 @@ class ScriptedEngine:
     """Implements engines.base.Engine. The ordinal is the first part of a request id (`<ordinal>.<index>.<turn>`).
 
     weights: when given, versions are real: a call names the newest published one and waits for the one it wants. folder:
-    where the run's tokenizer is; without one the newest published folder's is taken, if it has one.
+    where the run's tokenizer is; without one the newest published folder's is taken, if it has one. version: what is served
+    without `weights`.
     """
 
-    def __init__(self, settings: EngineSettings, weights: WeightStore | None = None, folder: Path | None = None) -> None:
-        self._settings, self._weights = settings, weights
+    def __init__(
+        self, settings: EngineSettings, weights: WeightStore | None = None, folder: Path | None = None, version: int = 0
+    ) -> None:
+        self._settings, self._weights, self._version = settings, weights, version
         self._script = settings.script or Script()
         self._faults = {o: _fault("fail_by_ordinal", name) for o, name in self._script.fail_by_ordinal.items()}
         self._first_faults = {o: _fault("fail_once_by_ordinal", name) for o, name in self._script.fail_once_by_ordinal.items()}
@@ -123,7 +126,7 @@ class ScriptedEngine:
 
     def _served(self) -> int | None:
         if self._weights is None:
-            return 0
+            return self._version
         newest = self._weights.latest()
         return None if newest is None else newest.version
 

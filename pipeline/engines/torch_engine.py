@@ -39,7 +39,7 @@ class TorchEngine:
     """Implements engines.base.Engine.
 
     folder: the model in Hugging Face format. weights: where versions are published; then nothing is served before the first
-    publication, and the newest one is loaded before the first call. Without `weights` the folder is served as version 0.
+    publication, and the newest one is loaded before the first call. Without `weights` the folder is served as `version`.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class TorchEngine:
         *,
         smoothing: float = 0.0,
         dtype: str = "float32",
+        version: int = 0,
     ) -> None:
         newest = weights.latest() if weights is not None else None
         source = newest.path if newest is not None else folder
@@ -60,7 +61,7 @@ class TorchEngine:
         self._name = folder.name if folder is not None else source.name
         self._renderer = ChatRenderer.load(source)
         self._model = TorchModel(source, settings.slots, settings.max_context, getattr(torch, dtype))
-        self._loaded = Published(0, source) if weights is None else newest
+        self._loaded = Published(version, source) if weights is None else newest
         self._digest = model_digest(source)
         self._batching = Batching(self._model, settings.slots, _stop_ids(source, self._renderer))
         self._waiting: list[GenerateCall] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from pipeline.buffer.api import Attempt
 from pipeline.config.stages import Retries
@@ -34,9 +34,18 @@ class Evaluation:
         self._workers = workers
         self._retries = retries
 
-    async def play(self, tasks: Sequence[Task], version: int, on_sample: OnSample | None) -> list[Played]:
-        """Every sample of every task, in interleaved order. Raises StageFailed when no worker is left."""
-        units = interleave(tasks)
+    async def play(
+        self,
+        tasks: Sequence[Task],
+        version: int,
+        on_sample: OnSample | None,
+        done: Collection[tuple[int, int]] = (),
+    ) -> list[Played]:
+        """Every sample of every task, in interleaved order. Raises StageFailed when no worker is left.
+
+        done: (ordinal, index) of samples that were played before; they are left out.
+        """
+        units = [(task, index) for task, index in interleave(tasks) if (task.ordinal, index) not in done]
         context = StepContext(step=version, min_version=version, exact_version=version, phase="eval")
         results: dict[tuple[int, int], Sample] = {}
 

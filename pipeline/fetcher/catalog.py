@@ -67,15 +67,14 @@ class Catalog:
         item = shelf.train[self._epochs[stream].item(position)]
         return self._task(shelf, item, ordinal, self._config.rollout.samples_per_task, shelf.sampling, train=True)
 
-    def eval_tasks(self) -> list[Task]:
-        """Held-out tasks, at most `eval.items` a data set, round-robin over data sets; ordinals count from 0.
+    def eval_tasks(self, items: int | None = None) -> list[Task]:
+        """Held-out tasks, at most `items` (None: `eval.items`) a data set, round-robin over data sets; ordinals count from 0.
 
         The choice depends on the data set's own seed, so that runs of other seeds are judged by the same items.
         """
         settings = self._config.eval
-        chosen = [
-            (shelf, _chosen(shelf, shelf.held_out, settings.items)) for shelf in self.shelves.values() if shelf.settings.evaluate
-        ]
+        most = settings.items if items is None else items
+        chosen = [(shelf, _chosen(shelf, shelf.held_out, most)) for shelf in self.shelves.values() if shelf.settings.evaluate]
         longest = max((len(items) for _, items in chosen), default=0)
         order = [(shelf, items[place]) for place in range(longest) for shelf, items in chosen if place < len(items)]
         return [

@@ -1,6 +1,6 @@
 """Checkpoints: written aside, fsynced, renamed. A folder is complete when its manifest agrees with its files, and only then.
 
-A checkpoint covers the consumed steps since the one before it; `covers` names their ordinals.
+A checkpoint covers the consumed steps since the one before it; `covers` names their ordinals. Listing them imports no torch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from pipeline.errors import StageFailed
 from pipeline.paths import RunPaths
@@ -41,6 +39,8 @@ class Checkpoint:
 
     def state(self) -> dict[str, Any]:
         """What `save` was given as `state`."""
+        import torch
+
         return torch.load(self.path / STATE, map_location="cpu", weights_only=True)
 
 
@@ -60,6 +60,8 @@ def save(
     weights). fence: raises when a newer writer owns the run; called last before the rename. A folder that is in the place
     already (torn, or of a run that was replayed) is replaced.
     """
+    import torch
+
     aside = _aside(paths)
     aside.mkdir(parents=True)
     try:
@@ -101,11 +103,15 @@ def complete(paths: RunPaths) -> Iterator[Checkpoint]:
             _log.warning("checkpoint %s is torn (%s) and is skipped", path.name, defect)
 
 
+def listed(paths: RunPaths) -> list[Path]:
+    """Folders of complete checkpoints, newest first. Sizes are compared, contents are not."""
+    return [path for path in _newest_first(paths) if _defect(path, contents=False) is None]
+
+
 def prune(paths: RunPaths, keep: int) -> list[str]:
     """Remove all but the last `keep` complete checkpoints (never fewer than two), torn ones behind the newest complete, and
     what a crash left half-written. Returns the names removed. Sizes are compared, contents are not."""
-    whole = [path for path in _newest_first(paths) if _defect(path, contents=False) is None]
-    kept = whole[: max(keep, LEAST_KEPT)]
+    kept = listed(paths)[: max(keep, LEAST_KEPT)]
     surplus = [path for path in _newest_first(paths) if kept and path.name < kept[0].name and path not in kept]
     for path in surplus:
         _remove(paths, path)
