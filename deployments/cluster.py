@@ -12,6 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -42,18 +43,20 @@ def start(paths: RunPaths, settings: Ray, storage: str) -> None:
         raise ConfigError(f"run.ray.address {settings.address!r}: joining an existing cluster is not supported yet; leave it out")
     folder = temporary_folder(paths)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    ray.init(
-        address="local",
-        _node_ip_address="127.0.0.1",
-        include_dashboard=False,
-        num_cpus=settings.num_cpus,
-        object_store_memory=settings.object_store_mb * 2**20,
-        _temp_dir=str(folder),
-        storage=storage,
-        namespace=NAMESPACE,
-        log_to_driver=False,
-        configure_logging=False,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # Ray's own, that workflow storage will go
+        ray.init(
+            address="local",
+            _node_ip_address="127.0.0.1",
+            include_dashboard=False,
+            num_cpus=settings.num_cpus,
+            object_store_memory=settings.object_store_mb * 2**20,
+            _temp_dir=str(folder),
+            storage=storage,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            configure_logging=False,
+        )
 
 
 def temporary_folder(paths: RunPaths) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import ray
@@ -27,6 +28,8 @@ from pipeline.errors import AdmissionError, StageFailed
 from pipeline.evaluator.spec import NodeSpec
 from pipeline.paths import RunPaths
 from pipeline.teacher.routing import teacher_groups
+
+log = logging.getLogger(__name__)
 
 ACTORS: tuple[type[StageActor], ...] = (
     ReplayBuffer,
@@ -62,10 +65,14 @@ class Launch:
             self.handles[stage] = self._create(stage, EvaluatorWorkerActor, options, str(self._paths.root), node.node)
         await asyncio.to_thread(self._deploy)
         await self._ready([stage for stage in self.handles if stage != TeacherScorerActor.stage])
+        log.info("the stages are ready, the student's engine starts")
         await wait_running(student_app(self._paths.run_id), self._config.run.start_timeout_s)
+        log.info("the student's engine serves")
 
     async def teachers_ready(self) -> None:
         await self._ready([TeacherScorerActor.stage])
+        if self._config.algorithm.wants_teacher():
+            log.info("the teachers serve")
 
     def _create(self, stage: str, actor: type, options: dict[str, Any], *args: Any) -> Any:
         return ray.remote(actor).options(name=actor_name(self._paths.run_id, stage), namespace=NAMESPACE, **options).remote(*args)

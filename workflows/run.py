@@ -9,7 +9,6 @@ import asyncio
 import logging
 import signal
 import time
-import warnings
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
@@ -30,6 +29,7 @@ from pipeline.paths import RunPaths
 from pipeline.pumps import Pump, PumpKind, supervise
 from pipeline.watchdog import StallWatchdog
 from workflows.monitors import NodeCounter, RestartWatch
+from workflows.screen import own_lines_only
 from workflows.storage import storage_uri
 from workflows.windows import end_of_data, run_windows
 
@@ -67,11 +67,14 @@ class Driver:
 
     def run(self) -> Outcome:
         """Run what is left of a run whose ledger exists. Raises the failing stage's own error; the run folder has it too."""
+        with own_lines_only(self.paths):
+            return self._run()
+
+    def _run(self) -> Outcome:
         proof = prove(self.config, this_machine(self.config.run.ray))
         end_leftovers(self.lock)
         facts = read_facts(self.paths)
         self._record("starting", take_over=True, steps=self.config.trainer.steps)
-        warnings.filterwarnings("ignore", module="ray")
         try:
             outcome = self._with_cluster(proof.pool, facts)
         except Interrupted as stop:
@@ -85,6 +88,7 @@ class Driver:
 
     def _with_cluster(self, nodes: tuple, facts: dict[str, Any]) -> Outcome:
         try:
+            log.info("starting Ray, the stages and the engines")
             cluster.start(self.paths, self.config.run.ray, storage_uri(self.paths.workflow))
             self._note_processes()
             return asyncio.run(self._pipeline(nodes, facts))
