@@ -25,12 +25,8 @@ from pipeline.config.training import Ray
 from pipeline.errors import ConfigError
 from pipeline.paths import RunPaths
 
-SYSTEM = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_worker_maximum_startup_concurrency": "32",
-}
-"""Nothing is reported home, every port is on loopback, and the run's fifteen processes are no reason for Ray to warn on stdout."""
+SYSTEM = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Nothing is reported home, and every port is on loopback."""
 POLL_S = 0.05
 
 
