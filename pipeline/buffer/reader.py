@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
 from pipeline.buffer import progress
 from pipeline.buffer.ledger import used_capacity
 from pipeline.buffer.schema import get_meta, open_reader
-from pipeline.errors import StoreError
+from pipeline.errors import FencedOut, StoreError
 from pipeline.paths import RunPaths
 from pipeline.records import GROUP_STATES
 
@@ -38,6 +38,25 @@ def read_facts(paths: RunPaths) -> dict[str, Any]:
     """What create_run and set_run recorded (`steps`, `workflow_id`, ...)."""
     with _snapshot(paths) as db:
         return facts(db)
+
+
+def read_run_epoch(paths: RunPaths) -> int:
+    """Raised by every run and resume: what belongs to an older one is refused."""
+    with _snapshot(paths) as db:
+        return get_meta(db, "run_epoch")
+
+
+def run_fence(paths: RunPaths, epoch: int) -> Callable[[], None]:
+    """A check that raises FencedOut once a newer run epoch than `epoch` has begun, for whoever writes to the run folder itself."""
+
+    def check() -> None:
+        newest = read_run_epoch(paths)
+        if newest != epoch:
+            raise FencedOut(
+                f"run {paths.run_id} is in run epoch {newest}, this process belongs to {epoch}: nothing more of it counts"
+            )
+
+    return check
 
 
 def facts(db: sqlite3.Connection) -> dict[str, Any]:

@@ -55,21 +55,29 @@ class BufferService:
         self._committing: dict[object, float] = {}
         self._commits = 0
 
-    async def open(self, new_run_epoch: bool = False) -> None:
+    async def open(self, new_run_epoch: bool = False, run_epoch: int | None = None) -> None:
         """Take the run over from an earlier writer.
 
         new_run_epoch: True for a new cluster (run, resume): attempts that run are lost. False for a buffer that restarts
         alone: workers live on, and may commit what they have.
+        run_epoch: the one that this process belongs to, where that is known. Raises FencedOut when it is over: a cluster that
+        should be gone must not take the run from its successor.
         Raises UserError without a run, or on a network file system.
         """
         if not self._settings.allow_network_fs:
             refuse_network_fs(self._paths.root, mounts())
-        self._store = await self._off_loop(None, partial(Store, self._paths, self._settings, self._clock, new_run_epoch))
+        self._store = await self._off_loop(None, partial(Store, self._paths, self._settings, self._clock, new_run_epoch, run_epoch))
         self._reads = open_reader(self._paths.database)
         if self._threaded:
             self._read_pool = ThreadPoolExecutor(1, "buffer-reader")
             self._encode_pool = ThreadPoolExecutor(2, "buffer-encoder")
         self._writes = GroupCommit(self._store, self._threaded)
+
+    @property
+    def run_epoch(self) -> int:
+        if self._store is None:
+            raise RolloutError("the replay buffer is not open")
+        return self._store.run_epoch
 
     async def close(self) -> None:
         """Writes what was submitted; calls and waiters after it raise."""

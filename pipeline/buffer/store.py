@@ -44,17 +44,34 @@ class Outcome:
 class Store:
     """Used by one thread at a time."""
 
-    def __init__(self, paths: RunPaths, settings: BufferSettings, clock: Callable[[], float], new_run_epoch: bool) -> None:
-        """Take the run over: raises the writer epoch, so that whoever wrote before is refused from now on."""
+    def __init__(
+        self,
+        paths: RunPaths,
+        settings: BufferSettings,
+        clock: Callable[[], float],
+        new_run_epoch: bool,
+        run_epoch: int | None = None,
+    ) -> None:
+        """Take the run over: raises the writer epoch, so that whoever wrote before is refused from now on.
+
+        run_epoch: raises FencedOut, and changes nothing, when it is not the run's newest.
+        """
         self._paths = paths
         self._segments = Segments(paths.groups, settings.segment_bytes)
         self._fenced: str | None = None
         self._db = open_writer(paths.database)
         try:
-            self._ledger = self._take_over(settings, clock, new_run_epoch)
+            self._ledger = self._take_over(settings, clock, new_run_epoch, run_epoch)
+        except FencedOut:
+            self._db.close()
+            raise
         except sqlite3.Error as error:
             self._db.close()
             raise self._storage_error(error) from error
+
+    @property
+    def run_epoch(self) -> int:
+        return self._ledger.run_epoch
 
     def write(self, jobs: Sequence[Job]) -> list[Outcome]:
         """One transaction for all jobs; an outcome a job, in their order."""
@@ -80,15 +97,19 @@ class Store:
         self._segments.close()
         self._db.close()
 
-    def _take_over(self, settings: BufferSettings, clock: Callable[[], float], new_run_epoch: bool) -> Ledger:
+    def _take_over(
+        self, settings: BufferSettings, clock: Callable[[], float], new_run_epoch: bool, run_epoch: int | None
+    ) -> Ledger:
         self._db.execute("BEGIN IMMEDIATE")
         try:
-            writer_epoch = get_meta(self._db, "writer_epoch") + 1
-            run_epoch = get_meta(self._db, "run_epoch") + int(new_run_epoch)
+            current = get_meta(self._db, "run_epoch")
+            if run_epoch not in (None, current):
+                raise FencedOut(f"{self._paths.database} is in run epoch {current}; this process belongs to run epoch {run_epoch}")
+            writer_epoch, current = get_meta(self._db, "writer_epoch") + 1, current + int(new_run_epoch)
             set_meta(self._db, "writer_epoch", writer_epoch)
-            set_meta(self._db, "run_epoch", run_epoch)
+            set_meta(self._db, "run_epoch", current)
             set_meta(self._db, "capacity", settings.capacity)
-            ledger = Ledger(self._db, settings, clock, writer_epoch, run_epoch)
+            ledger = Ledger(self._db, settings, clock, writer_epoch, current)
             if new_run_epoch:
                 lose_running(ledger)
             self._db.execute("COMMIT")

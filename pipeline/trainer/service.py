@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from pipeline.buffer.api import BufferClient, Selection, StageReport
 from pipeline.config.schema import RunConfig
 from pipeline.engines.weights import WeightStore
-from pipeline.errors import BreakerTripped, StageFailed, Stalled
+from pipeline.errors import BreakerTripped, FencedOut, StageFailed, Stalled
 from pipeline.paths import RunPaths, evaluation_id
 from pipeline.records import Group
 from pipeline.trainer import checkpoints
@@ -55,8 +55,9 @@ def end_process() -> None:
 
 
 class TrainerService:
-    """student: folder of weight version 0. clock: seconds, monotonic. fence: raises when a newer writer owns the run.
-    epoch: the writer epoch that checkpoints carry. die: ends the process. select_wait_s: longest wait for a step's groups.
+    """student: folder of weight version 0. clock: seconds, monotonic. fence: raises FencedOut when a newer run epoch has begun;
+    then the process ends before anything of it is seen. epoch: the run epoch, which checkpoints carry. die: ends the process.
+    select_wait_s: longest wait for a step's groups. learner: made from the newest complete checkpoint, or from None.
     complete: puts what is missing into the groups of a step once they are selected (`teacher_stage.mode: score_at_select`)."""
 
     def __init__(
@@ -74,13 +75,15 @@ class TrainerService:
         device: str = "cpu",
         select_wait_s: float = 600.0,
         complete: Callable[[list[Group]], Awaitable[None]] | None = None,
+        learner: Callable[[Checkpoint | None], Learner] | None = None,
+        worker: Worker | None = None,
     ) -> None:
-        self._config, self._paths, self._student = config, paths, student
+        self._config, self._paths = config, paths
         self._buffer, self._weights = buffer, weights
         self._clock, self._fence, self._epoch, self._die = clock, fence, epoch, die
-        self._device, self._select_wait_s = device, select_wait_s
-        self._complete = complete
-        self._worker = Worker(clock)
+        self._select_wait_s, self._complete = select_wait_s, complete
+        self._make_learner = learner or (lambda found: Learner(config, paths, student, found, device))
+        self._worker = worker or Worker(clock)
         self._lock = asyncio.Lock()
         self._learner: Learner | None = None
         self._running: dict[int, asyncio.Task[dict[str, Any]]] = {}
@@ -225,7 +228,7 @@ class TrainerService:
         if self._saved_step < self._version:
             learner, version = self._learner, self._version
             assert learner is not None
-            saved = await self._worker.run("checkpoint", learner.save, version, dict(self._covers), self._epoch, self._fence)
+            saved = await self._worker.run("checkpoint", learner.save, version, dict(self._covers), self._epoch, self._check_fence)
             await self._mark(saved)
             self._saved_step, self._covers = version, {}
 
@@ -239,7 +242,20 @@ class TrainerService:
         assert self._learner is not None
         if self._config.evaluation_due(self._version) and not self._paths.evaluation(self._version).exists():
             self._weights.hold(self._version, hold_s, hold_id=evaluation_id(self._version))
-        await self._worker.run("publish", self._weights.publish, self._version, self._learner.write_model)
+        await self._worker.run("publish", self._publish_now, self._version, self._learner)
+
+    def _publish_now(self, version: int, learner: Learner) -> None:
+        self._check_fence()
+        self._weights.publish(version, learner.write_model)
+
+    def _check_fence(self) -> None:
+        try:
+            self._fence()
+        except FencedOut as error:
+            self._failure = error
+            _log.critical("a newer run epoch has begun: the process ends", exc_info=error)
+            self._die()
+            raise
 
     async def _publish_unless_there(self) -> None:
         """A restarted trainer finds its version published, as a rule; engines need not load it again."""
@@ -281,7 +297,7 @@ class TrainerService:
             ledger = await self._ask(self._buffer.steps())
         if found is not None and ledger["checkpoint_step"] < base:
             await self._mark(found)
-        learner = await self._worker.run("load", Learner, self._config, self._paths, self._student, found, self._device)
+        learner = await self._worker.run("load", self._make_learner, found)
         self._version = self._saved_step = base
         self._learner = learner
         try:

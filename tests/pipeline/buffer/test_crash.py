@@ -16,6 +16,7 @@ import pytest
 from pipeline.buffer import codec
 from pipeline.buffer.reader import read_status
 from pipeline.buffer.segments import segment_path
+from pipeline.buffer.service import BufferService
 from pipeline.errors import AttemptRefused, FencedOut, LateCommit, RolloutError, StoreCorrupt
 from tests.pipeline.buffer.helpers import fill_step, make_column, make_group, make_settings, new_run, opened, roll_out, same
 
@@ -143,6 +144,21 @@ async def test_an_old_writer_is_fenced_out_in_every_call_and_nothing_of_it_is_me
             assert await new.commit(attempt, make_group(attempt, 1))
             (group,) = await new.read([0], False)
             assert group.attempt == 1
+
+
+async def test_a_buffer_of_an_old_cluster_cannot_take_the_run_from_its_successor(tmp_path):
+    """Ray restarts an actor wherever it is told to: also in a cluster that a resume has left behind."""
+    paths = new_run(tmp_path)
+    async with opened(paths, epoch=True) as driver:
+        first = driver.run_epoch
+    async with opened(paths, epoch=True) as new:
+        left_behind = BufferService(paths, make_settings())
+        with pytest.raises(FencedOut, match=f"run epoch {new.run_epoch}.* run epoch {first}"):
+            await left_behind.open(run_epoch=first)
+        await new.set_run("running")
+        restarted = BufferService(paths, make_settings())
+        await restarted.open(run_epoch=new.run_epoch)
+        await restarted.close()
 
 
 async def test_rows_live_in_segments_or_in_the_database_by_size(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipeline.buffer.reader import read_run_epoch, run_fence
 from pipeline.buffer.schema import create_run
 from pipeline.buffer.service import BufferService
 from pipeline.buffer.settings import BufferSettings
@@ -397,22 +398,39 @@ async def test_a_graceful_stop_saves_what_is_in_memory(tmp_path):
             await trainer.train(4)
 
 
-async def test_a_fenced_out_trainer_marks_and_publishes_nothing_more(tmp_path):
-    over = False
+async def test_a_fenced_out_trainer_marks_and_publishes_nothing_more_and_ends(tmp_path):
+    over, ended = False, []
 
     def fence():
         if over:
             raise FencedOut("epoch 1 is over")
 
     async with opened(tmp_path) as run:
-        trainer = run.trainer(fence=fence)
+        trainer = run.trainer(fence=fence, die=lambda: ended.append(1))
         await run.train_to(1, trainer)
         over = True
         await run.produce(2)
         with pytest.raises(FencedOut):
             await trainer.train(2)
         assert list(checkpoints.complete(run.paths)) == [] and published(run)[0] == 1
-        assert (await run.state())["trained"] == 0
+        assert (await run.state())["trained"] == 0 and ended == [1]
+        await trainer.close()
+
+
+async def test_a_fenced_out_trainer_publishes_nothing_where_no_checkpoint_is_due(tmp_path):
+    """An old version would be put in front of the new trainer's newer one."""
+    async with opened(tmp_path) as run:
+        epoch = read_run_epoch(run.paths)
+        trainer = run.trainer(fence=run_fence(run.paths, epoch), epoch=epoch, die=lambda: None)
+        await trainer.start()
+        await run.produce(1)
+        await run.buffer.close()
+        run.buffer = BufferService(run.paths, BufferSettings.from_config(run.config), threaded=False)
+        await run.buffer.open(new_run_epoch=True)
+        trainer._buffer = run.buffer  # it still reaches the ledger
+        with pytest.raises(FencedOut, match="run epoch"):
+            await trainer.train(1)
+        assert published(run)[0] == 0
         await trainer.close()
 
 
