@@ -23,6 +23,7 @@ from deployments.replay_buffer import ReplayBuffer
 from deployments.serving import wait_running
 from deployments.teacher_scorer import TeacherScorerActor
 from deployments.trainer import TrainerActor
+from pipeline.buffer.reader import read_run_epoch
 from pipeline.config.schema import RunConfig
 from pipeline.errors import AdmissionError, StageFailed
 from pipeline.evaluator.spec import NodeSpec
@@ -55,9 +56,9 @@ class Launch:
     async def start(self) -> None:
         """Returns when the pipeline can roll out. Teachers may still be in the making: `teachers_ready` waits for them."""
         group = await asyncio.to_thread(self._place)
+        own = self._own_arguments()
         for actor in ACTORS:
-            arguments = (str(self._paths.root), self._nodes) if actor is EvaluatorPoolActor else (str(self._paths.root),)
-            self.handles[actor.stage] = self._create(actor.stage, actor, OPTIONS, *arguments)
+            self.handles[actor.stage] = self._create(actor.stage, actor, OPTIONS, str(self._paths.root), *own.get(actor, ()))
         for index, node in enumerate(self._nodes):
             strategy = PlacementGroupSchedulingStrategy(group, index) if group else "DEFAULT"
             options = {**WORKER_OPTIONS, "scheduling_strategy": strategy}
@@ -68,6 +69,11 @@ class Launch:
         log.info("the stages are ready, the student's engine starts")
         await wait_running(student_app(self._paths.run_id), self._config.run.start_timeout_s)
         log.info("the student's engine serves")
+
+    def _own_arguments(self) -> dict[type[StageActor], tuple[Any, ...]]:
+        """What an actor is told beside the run folder. Those who write to the folder know the run epoch that they belong to."""
+        epoch = read_run_epoch(self._paths)
+        return {ReplayBuffer: (epoch,), TrainerActor: (epoch,), EvaluatorPoolActor: (self._nodes,)}
 
     async def teachers_ready(self) -> None:
         await self._ready([TeacherScorerActor.stage])

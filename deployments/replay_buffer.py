@@ -10,13 +10,17 @@ from pipeline.buffer.settings import BufferSettings
 
 @forwards(*(name for name in vars(BufferClient) if not name.startswith("_")))
 class ReplayBuffer(StageActor):
-    """The driver has raised the run epoch before it made this actor, so a restart never does."""
+    """The driver has raised the run epoch before it made this actor, so a restart never does; in an epoch that is over it fails."""
 
     stage = "replay_buffer"
 
+    def __init__(self, root: str, run_epoch: int) -> None:
+        self.run_epoch = run_epoch
+        super().__init__(root)
+
     async def build(self) -> BufferService:
         service = BufferService(self.paths, BufferSettings.from_config(self.config))
-        await service.open(new_run_epoch=False)
+        await service.open(run_epoch=self.run_epoch)
         return service
 
     async def report(self, service: BufferService) -> None:

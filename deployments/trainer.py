@@ -8,15 +8,21 @@ from typing import Any
 
 from deployments.hosting import StageActor, forwards
 from deployments.teachers import on_demand
+from pipeline.buffer.reader import run_fence
 from pipeline.engines.weights import WeightStore
 from pipeline.fetcher.catalog import Catalog
 
 
 @forwards("train", "save")
 class TrainerActor(StageActor):
-    """Imports torch when it is built, so that the actor's process answers pings meanwhile."""
+    """Imports torch when it is built, so that the actor's process answers pings meanwhile. It saves and publishes in the run
+    epoch that it was made in, and ends when a resume has begun another."""
 
     stage = "trainer"
+
+    def __init__(self, root: str, run_epoch: int) -> None:
+        self.run_epoch = run_epoch
+        super().__init__(root)
 
     async def build(self) -> Any:
         student = await asyncio.to_thread(self._student)
@@ -28,6 +34,8 @@ class TrainerActor(StageActor):
             student,
             self.buffer,
             WeightStore(self.paths.weights),
+            fence=run_fence(self.paths, self.run_epoch),
+            epoch=self.run_epoch,
             die=lambda: os._exit(1),
             complete=on_demand(self.config, self.paths, "score_at_select"),
         )
