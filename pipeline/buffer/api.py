@@ -57,6 +57,10 @@ class BacklogItem:
     tokens: int
     written_at: float
     """Seconds since the epoch (the buffer's own clock)."""
+    awaited: bool
+    """Its step is being trained, or was: it is late already, and does not wait for company."""
+    stale: bool
+    """No training step to come may take it (`windowed`): to be dropped before it costs anything."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
-from pipeline.buffer import codec
+from pipeline.buffer import codec, selection
 from pipeline.buffer.api import Attempt, BacklogItem
 from pipeline.buffer.ledger import Ledger, Refusal
+from pipeline.buffer.settings import BufferSettings
 from pipeline.errors import DataError, LateCommit, RolloutError
 from pipeline.records import Column, Group, Sample
 
@@ -115,13 +116,14 @@ def store_sample(ledger: Ledger, attempt: Attempt, payload: Payload) -> None:
     _store(ledger, payload)
 
 
-def backlog(db: sqlite3.Connection, field_name: str, limit: int) -> list[BacklogItem]:
+def backlog(db: sqlite3.Connection, settings: BufferSettings, field_name: str, limit: int) -> list[BacklogItem]:
+    step = selection.next_step(db)
     rows = db.execute(
-        "SELECT ordinal, step, dataset, teacher, rows, tokens, written_at FROM missing JOIN ordinals USING (ordinal)"
-        " WHERE name = ? ORDER BY step, written_at, ordinal LIMIT ?",
-        (field_name, limit),
+        "SELECT ordinal, step, dataset, teacher, rows, tokens, written_at, step < ? AS awaited, weight_version < ? AS stale"
+        " FROM missing JOIN ordinals USING (ordinal) WHERE name = ? ORDER BY step, written_at, ordinal LIMIT ?",
+        (step, selection.oldest_version(settings, step), field_name, limit),
     )
-    return [BacklogItem(**row) for row in map(dict, rows)]
+    return [BacklogItem(**{**row, "awaited": bool(row["awaited"]), "stale": bool(row["stale"])}) for row in map(dict, rows)]
 
 
 def _current(ledger: Ledger, row: sqlite3.Row, attempt: Attempt) -> bool:

@@ -70,6 +70,11 @@ def select(ledger: Ledger, step: int) -> Selection:
     return Selection(step, tuple(ordinals), dict(dropped))
 
 
+def next_step(db: sqlite3.Connection) -> int:
+    """The step that is selected next."""
+    return db.execute("SELECT coalesce(max(step), 0) + 1 FROM selections").fetchone()[0]
+
+
 def _candidates(db: sqlite3.Connection, settings: BufferSettings, step: int) -> list[int]:
     if settings.sampler == "in_order":
         rows = db.execute("SELECT ordinal FROM ordinals WHERE step = ? AND state = 'ready' ORDER BY slot, ordinal", (step,))
@@ -81,12 +86,12 @@ def _fresh_ready(db: sqlite3.Connection, settings: BufferSettings, step: int) ->
     """Oldest step first, so that a straggler is trained on as soon as it is there."""
     rows = db.execute(
         "SELECT ordinal FROM ordinals WHERE state = 'ready' AND weight_version >= ? ORDER BY step, slot, ordinal",
-        (_oldest_version(settings, step),),
+        (oldest_version(settings, step),),
     )
     return [row["ordinal"] for row in rows]
 
 
-def _oldest_version(settings: BufferSettings, step: int) -> int:
+def oldest_version(settings: BufferSettings, step: int) -> int:
     """Training step k trains version k - 1; a group's staleness is k - 1 - its version at dispatch."""
     return step - 1 - settings.max_staleness if settings.sampler == "windowed" else 0
 
@@ -95,7 +100,7 @@ def _drop_stale(ledger: Ledger, step: int) -> int:
     """`windowed`: groups that this step and all later ones find too old, ready or still to be scored."""
     rows = ledger.all(
         "SELECT * FROM ordinals WHERE state IN ('ready', 'written') AND weight_version < ?",
-        _oldest_version(ledger.settings, step),
+        oldest_version(ledger.settings, step),
     )
     for row in rows:
         ledger.drop(row, "stale")
@@ -117,4 +122,4 @@ def _unready_of(db: sqlite3.Connection, step: int) -> bool:
 def _still_coming(db: sqlite3.Connection, settings: BufferSettings, step: int) -> bool:
     """Of this step and earlier ones. A written group that is too old is not waited for: the selection drops it."""
     sql = f"SELECT 1 FROM ordinals WHERE state IN {_UNREADY} AND step <= ? AND (state != 'written' OR weight_version >= ?) LIMIT 1"
-    return db.execute(sql, (step, _oldest_version(settings, step))).fetchone() is not None
+    return db.execute(sql, (step, oldest_version(settings, step))).fetchone() is not None

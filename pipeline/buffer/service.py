@@ -142,7 +142,7 @@ class BufferService:
     # fields
 
     async def backlog(self, field_name: str, limit: int) -> list[BacklogItem]:
-        return await self._read(lambda db: contents.backlog(db, field_name, limit))
+        return await self._read(lambda db: contents.backlog(db, self._settings, field_name, limit))
 
     async def mark_produced(self, columns: list[Column]) -> dict[int, str]:
         entries = sum(array.size for column in columns for arrays in column.samples.values() for array in arrays.values())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from pipeline.agents.base import Renderer
-from pipeline.buffer.api import BacklogItem, BufferClient
+from pipeline.buffer.api import BufferClient
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TeacherStage
 from pipeline.engines.base import Engine
@@ -39,8 +39,6 @@ class TeacherScorer(ScoringStage):
         clock: Callable[[], float] = time.time,
         *,
         actor: str = "",
-        stale: Callable[[BacklogItem], str | None] = lambda item: None,
-        training_step: Callable[[], int | None] = lambda: None,
     ) -> None:
         by_alias = make_teachers(config, teachers, renderers, shots)
         self.teachers = by_alias
@@ -55,8 +53,6 @@ class TeacherScorer(ScoringStage):
             capacity=config.capacity,
             clock=clock,
             actor=actor,
-            stale=stale,
-            training_step=training_step,
         )
 
     async def start(self) -> None:

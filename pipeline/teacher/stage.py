@@ -36,8 +36,7 @@ class ScoringStage:
     """Dispatch, failure isolation and settlement for one field. `run` and `drain` are those of a STAGE pump.
 
     route: the name of the scorer of an item. capacity: groups that can be written at the same time (`buffer.capacity`).
-    stale: a reason to drop an item before it is scored, or None. training_step: the step being trained, where it is known;
-    its groups never linger. clock: seconds since the epoch, the buffer's.
+    clock: seconds since the epoch, the buffer's.
     """
 
     def __init__(
@@ -51,13 +50,11 @@ class ScoringStage:
         capacity: int,
         clock: Callable[[], float],
         actor: str = "",
-        stale: Callable[[BacklogItem], str | None] = lambda item: None,
-        training_step: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.field = field
         self._lanes = {scorer.name: Lane(scorer, settings.call_timeout_s) for scorer in scorers}
         self._route, self._buffer, self._settings, self._capacity = route, buffer, settings, capacity
-        self._clock, self._actor, self._stale, self._training_step = clock, actor or field, stale, training_step
+        self._clock, self._actor = clock, actor or field
         self._books = Books()
         self._calls: set[asyncio.Task[None]] = set()
         self._wake, self._ended = asyncio.Event(), asyncio.Event()
@@ -129,8 +126,8 @@ class ScoringStage:
         # A group that was settled while the query ran may still be in its answer: `before` keeps it out until the next one.
         books.observe([item for item in items if item.ordinal not in before and item.ordinal not in books.in_flight], _now())
         for item in list(books.waiting.values()):
-            if reason := self._stale(item):
-                await self._drop(item.ordinal, reason)
+            if item.stale:
+                await self._drop(item.ordinal, "stale")
         return min((self._dispatch(name, lane) for name, lane in self._lanes.items()), default=math.inf)
 
     def _dispatch(self, name: str, lane: Lane) -> float:
@@ -173,9 +170,7 @@ class ScoringStage:
 
     def _linger_s(self, lane: Lane, items: list[BacklogItem]) -> float:
         """How long the oldest item may still wait for company; 0 or less when it is due."""
-        training = self._training_step()
-        urgent = [*self._urgent, *([] if training is None else [training])]
-        if self._settings.linger_ms == 0 or self._draining or (urgent and items[0].step <= max(urgent)):
+        if self._settings.linger_ms == 0 or self._draining or items[0].awaited or items[0].step <= max(self._urgent, default=0):
             return 0.0
         if items[0].ordinal in self._books.alone or len(self._batch(lane, items, 1)) < len(items):
             return 0.0

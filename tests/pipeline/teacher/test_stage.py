@@ -129,16 +129,15 @@ async def test_linger_waits_for_company_and_no_longer():
         assert batches(teacher) == [(pytest.approx(0.4), [0, 1, 2])]
 
 
-@pytest.mark.parametrize("how", ["full", "step awaited", "step trained", "upstream ended"])
+@pytest.mark.parametrize("how", ["full", "step drained", "upstream ended"])
 async def test_linger_is_void_when(how):
-    config = make_config(linger_ms=5000, **({"max_batch_rows": 4} if how == "full" else {}))
+    config = make_config(tasks=4, linger_ms=5000, **({"max_batch_rows": 4} if how == "full" else {}))
     async with opened(config) as run:
         teacher = ToyTeacher()
-        trained = {"step trained": 1}.get(how)
-        scorer = run.scorer({"ant": [teacher]}, training_step=lambda: trained)
+        scorer = run.scorer({"ant": [teacher]})
         await run.fill(1)
         async with running(scorer):
-            waiter = {"step awaited": lambda: scorer.drain(1), "upstream ended": scorer.drain}.get(how)
+            waiter = {"step drained": lambda: scorer.drain(1), "upstream ended": scorer.drain}.get(how)
             task = asyncio.create_task(waiter()) if waiter else None
             await asyncio.sleep(0.5)
             assert teacher.calls and teacher.calls[0][0] == 0.0
@@ -146,14 +145,36 @@ async def test_linger_is_void_when(how):
                 await task
 
 
+async def test_linger_is_void_for_a_group_of_a_step_that_is_being_trained():
+    async with opened(make_config(tasks=2, sampler="ready_first", linger_ms=5000)) as run:
+        teacher = ToyTeacher(call_s=0.1)
+        first = await run.assign(1, 4)
+        for ordinal in first[:2]:
+            await run.commit(make_group(ordinal, 1, needs=()))
+        async with running(run.scorer({"ant": [teacher]})):
+            await run.commit(make_group(first[2], 1))
+            await asyncio.sleep(2)
+            assert teacher.calls == []
+            await run.buffer.select(1)
+            await asyncio.sleep(2)
+            assert len(teacher.calls) == 1
+
+
 async def test_stale_groups_are_dropped_before_they_cost_a_call():
-    async with opened(make_config()) as run:
+    async with opened(make_config(tasks=2, sampler="windowed")) as run:
+        late = await run.assign(1, 4)
+        for ordinal in late[:2]:
+            await run.commit(make_group(ordinal, 1, needs=()))
+        for step in (1, 2):
+            if step == 2:
+                for ordinal in await run.assign(2, 2):
+                    await run.commit(make_group(ordinal, 2, needs=()))
+            await run.buffer.select(step)
+        for ordinal in late[2:]:  # of weight version 0, which training step 3 does not take any more
+            await run.commit(make_group(ordinal, 1))
         teacher = ToyTeacher()
-        await run.fill(1)
-        scorer = run.scorer({"ant": [teacher]}, stale=lambda item: "stale" if item.ordinal % 2 else None)
-        await drained(run, scorer)
-        assert [ordinals for _, ordinals in batches(teacher)] == [[0, 2, 4, 6]]
-        assert (await run.buffer.status())["dropped_by_reason"] == {"stale": 4}
+        await drained(run, run.scorer({"ant": [teacher]}))
+        assert teacher.calls == [] and (await run.buffer.status())["dropped_by_reason"] == {"stale": 2}
 
 
 async def test_drain_finishes_the_backlog_and_ends_the_pump():
