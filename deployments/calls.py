@@ -116,9 +116,9 @@ def _pinged(handle: Any) -> bool:
     return True
 
 
-class RemoteEngine:
-    """An engine behind a Serve deployment handle, as `pipeline.engines.base.Engine`. A lost replica is EngineUnavailable:
-    the caller retries within its own budget, because Serve does not."""
+class RemoteDeployment:
+    """A Serve deployment seen from another process. A lost replica is EngineUnavailable: the caller retries within its own
+    budget, because Serve does not."""
 
     def __init__(self, app: str, deployment: str, deadline_s: float) -> None:
         self._app = app
@@ -126,32 +126,50 @@ class RemoteEngine:
         self._deadline_s = deadline_s
         self._handle: Any = None
 
-    async def info(self) -> Any:
-        return await self._call("info")
-
-    async def generate(self, requests: list, version: Any) -> list:
-        return await self._call("generate", requests, version)
-
-    async def score(self, rows: list, signal: str, top_k: int) -> list:
-        return await self._call("score", rows, signal, top_k)
-
-    async def close(self) -> None:
-        """The deployment ends with its application."""
-
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+        """What nobody waits for any more, the replica is told to leave."""
         from ray import serve
 
         if self._handle is None:
             self._handle = serve.get_deployment_handle(self._deployment, app_name=self._app)
+        seconds = self._deadline_s if deadline_s is None else deadline_s
+        response = getattr(self._handle, method).remote(*args)
         try:
-            return await asyncio.wait_for(getattr(self._handle, method).remote(*args), self._deadline_s)
+            return await asyncio.wait_for(response, seconds)
         except TimeoutError as error:
-            raise EngineUnavailable(f"{self._app}.{method} did not answer within {self._deadline_s:.0f} s") from error
+            response.cancel()
+            raise EngineUnavailable(f"{self._app}.{method} did not answer within {seconds:.0f} s") from error
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
         except RayError as error:
             remote = unwrap(error, self._app)
             if isinstance(remote, RolloutError):
                 raise remote from remote.__cause__
             raise EngineUnavailable(f"{self._app}.{method}: {first_line(remote)}") from remote
+
+
+class RemoteEngine(RemoteDeployment):
+    """An engine behind a Serve deployment handle, as `pipeline.engines.base.Engine`.
+
+    model: of a deployment that serves several, the one that is meant; it stands before the arguments of every call.
+    """
+
+    def __init__(self, app: str, deployment: str, deadline_s: float, model: Any = None) -> None:
+        super().__init__(app, deployment, deadline_s)
+        self._model = () if model is None else (model,)
+
+    async def info(self) -> Any:
+        return await self.call("info", *self._model)
+
+    async def generate(self, requests: list, version: Any) -> list:
+        return await self.call("generate", *self._model, requests, version)
+
+    async def score(self, rows: list, signal: str, top_k: int) -> list:
+        return await self.call("score", *self._model, rows, signal, top_k)
+
+    async def close(self) -> None:
+        """The deployment ends with its application."""
 
 
 class RemoteWorker:
