@@ -23,6 +23,7 @@ from deployments.names import NAMESPACE
 from pipeline.buffer.lock import ProcessId
 from pipeline.config.training import Ray
 from pipeline.errors import ConfigError
+from pipeline.evaluator.machine import count_gpus
 from pipeline.paths import RunPaths
 
 SYSTEM = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -30,8 +31,11 @@ SYSTEM = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "
 POLL_S = 0.05
 
 
-def start(paths: RunPaths, settings: Ray, storage: str) -> None:
-    """Start Ray. Its processes inherit the environment, so that the run's own modules can be imported there."""
+def start(paths: RunPaths, settings: Ray, storage: str | None) -> None:
+    """Start Ray. Its processes inherit the environment, so that the run's own modules can be imported there.
+
+    storage: of workflows; None: there are none.
+    """
     os.environ.update(SYSTEM)
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(paths.code), *([inherited] if inherited else [])])
@@ -46,6 +50,7 @@ def start(paths: RunPaths, settings: Ray, storage: str) -> None:
             _node_ip_address="127.0.0.1",
             include_dashboard=False,
             num_cpus=settings.num_cpus,
+            num_gpus=count_gpus() if settings.num_gpus is None else settings.num_gpus,
             object_store_memory=settings.object_store_mb * 2**20,
             _temp_dir=str(folder),
             storage=storage,

@@ -1,32 +1,44 @@
-"""An EvaluatorWorker: one a bundle of the run's placement group. It plays samples, and holds nothing that must survive it."""
+"""An EvaluatorWorker: one a bundle of the run's placement group. It plays samples, and holds nothing that must survive it.
+
+A sample that holds a share of a GPU is played by a process of its own inside the bundle, which sees that GPU and no other.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deployments.calls import RemoteEngine
+import ray
+
+from deployments.calls import RemoteEngine, unwrap
 from deployments.hosting import log_to_file
 from deployments.names import ENGINE_DEPLOYMENT, student_app, teacher_app
+from deployments.placement import demand, in_bundle
+from pipeline.buffer.api import Attempt
 from pipeline.config.loading import read_config
 from pipeline.engines.renderer import ChatRenderer
-from pipeline.evaluator.spec import specs_from_config
+from pipeline.evaluator.spec import PlacementToken, specs_from_config
 from pipeline.evaluator.worker import EvaluatorWorker
 from pipeline.fetcher.catalog import Catalog
 from pipeline.paths import RunPaths
-from pipeline.records import Sample
+from pipeline.records import Sample, StepContext, Task
 from pipeline.teacher.routing import teacher_groups
+
+CHILD_START_S = 20.0
+"""For the process of one sample to start; less than `workers.ANSWER_S`, which the pool grants."""
 
 
 class EvaluatorWorkerActor:
     """Not retried by Ray: a call that its death ends is a lost attempt, and the pool starts another."""
 
-    def __init__(self, root: str, node: str) -> None:
+    def __init__(self, root: str, node: str, bundle: int) -> None:
         self.paths = RunPaths(Path(root))
         self.node = node
+        self.bundle = bundle
         log_to_file(self.paths, f"evaluator_worker_{node}")
         self.log = logging.getLogger("evaluator_worker")
         self._started = asyncio.ensure_future(self._build())
@@ -54,9 +66,68 @@ class EvaluatorWorkerActor:
     async def ping(self) -> int:
         return os.getpid()
 
-    async def run_samples(self, *args: Any, player: str = "student") -> list[Sample]:
-        players = await asyncio.shield(self._started)
-        return await players[player].run_samples(*args)
+    async def run_samples(
+        self,
+        task: Task,
+        indices: Sequence[int],
+        attempt: Attempt,
+        context: StepContext,
+        tokens: Sequence[PlacementToken],
+        player: str = "student",
+    ) -> list[Sample]:
+        worker = (await asyncio.shield(self._started))[player]
+        if not any(token.gpu for token in tokens):
+            return await worker.run_samples(task, indices, attempt, context, tokens)
+        async with asyncio.TaskGroup() as group:
+            plays = [
+                group.create_task(self._in_child(worker, task, index, attempt, context, token, player))
+                for index, token in zip(indices, tokens, strict=True)
+            ]
+        return [play.result() for play in plays]
+
+    async def _in_child(
+        self,
+        worker: EvaluatorWorker,
+        task: Task,
+        index: int,
+        attempt: Attempt,
+        context: StepContext,
+        token: PlacementToken,
+        player: str,
+    ) -> Sample:
+        """One sample in a process that holds its token. The death of the process is the sample's fault alone."""
+        options = {**demand(token), **in_bundle(ray.util.get_current_placement_group(), self.bundle), "max_concurrency": 10}
+        child = ray.remote(SampleActor).options(**options).remote(str(self.paths.root), self.node, self.bundle, token.gpu_id)
+        reference = child.run_samples.remote(task, [index], attempt, context, [token], player)
+        try:
+            async with asyncio.timeout(CHILD_START_S + worker.bound_s(task)):
+                return (await asyncio.wrap_future(reference.future()))[0]
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            self.log.warning("the process of sample %d.%d is lost", task.ordinal, index, exc_info=error)
+            return worker.aborted(task, index, attempt, context, unwrap(error, "the sample's process"))
+        finally:
+            ray.kill(child)
+
+
+class SampleActor(EvaluatorWorkerActor):
+    """Plays one sample on one GPU: the token's, which the pool has counted."""
+
+    def __init__(self, root: str, node: str, bundle: int, gpu_id: int | None) -> None:
+        if gpu_id is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu_id)
+        super().__init__(root, node, bundle)
+
+    async def run_samples(
+        self,
+        task: Task,
+        indices: Sequence[int],
+        attempt: Attempt,
+        context: StepContext,
+        tokens: Sequence[PlacementToken],
+        player: str = "student",
+    ) -> list[Sample]:
+        worker = (await asyncio.shield(self._started))[player]
+        return await worker.run_samples(task, indices, attempt, context, tokens)
 
 
 def _tokenizer(config: Any, catalog: Catalog, cache: Path) -> Path:

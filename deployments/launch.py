@@ -8,8 +8,6 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deployments.batcher import BatcherActor
 from deployments.calls import unwrap
@@ -19,13 +17,14 @@ from deployments.evaluator_worker import EvaluatorWorkerActor
 from deployments.fetcher import FetcherActor
 from deployments.hosting import OPTIONS, StageActor
 from deployments.names import NAMESPACE, actor_name, student_app, teacher_app, worker_stage
+from deployments.placement import in_bundle, place
 from deployments.replay_buffer import ReplayBuffer
 from deployments.serving import wait_running
 from deployments.teacher_scorer import TeacherScorerActor
 from deployments.trainer import TrainerActor
 from pipeline.buffer.reader import read_run_epoch
 from pipeline.config.schema import RunConfig
-from pipeline.errors import AdmissionError, StageFailed
+from pipeline.errors import StageFailed
 from pipeline.evaluator.spec import NodeSpec
 from pipeline.paths import RunPaths
 from pipeline.teacher.routing import teacher_groups
@@ -55,15 +54,13 @@ class Launch:
 
     async def start(self) -> None:
         """Returns when the pipeline can roll out. Teachers may still be in the making: `teachers_ready` waits for them."""
-        group = await asyncio.to_thread(self._place)
+        group = await asyncio.to_thread(place, self._paths.run_id, self._nodes, self._config.run.start_timeout_s)
         own = self._own_arguments()
         for actor in ACTORS:
             self.handles[actor.stage] = self._create(actor.stage, actor, OPTIONS, str(self._paths.root), *own.get(actor, ()))
         for index, node in enumerate(self._nodes):
-            strategy = PlacementGroupSchedulingStrategy(group, index) if group else "DEFAULT"
-            options = {**WORKER_OPTIONS, "scheduling_strategy": strategy}
-            stage = worker_stage(index)
-            self.handles[stage] = self._create(stage, EvaluatorWorkerActor, options, str(self._paths.root), node.node)
+            stage, options = worker_stage(index), {**WORKER_OPTIONS, **in_bundle(group, index)}
+            self.handles[stage] = self._create(stage, EvaluatorWorkerActor, options, str(self._paths.root), node.node, index)
         await asyncio.to_thread(self._deploy)
         await self._ready([stage for stage in self.handles if stage != TeacherScorerActor.stage])
         log.info("the stages are ready, the student's engine starts")
@@ -82,20 +79,6 @@ class Launch:
 
     def _create(self, stage: str, actor: type, options: dict[str, Any], *args: Any) -> Any:
         return ray.remote(actor).options(name=actor_name(self._paths.run_id, stage), namespace=NAMESPACE, **options).remote(*args)
-
-    def _place(self) -> PlacementGroup | None:
-        """The run's placement group: one bundle a node of the pool."""
-        bundles = [bundle for node in self._nodes if (bundle := _bundle(node))]
-        if len(bundles) < len(self._nodes):
-            return None
-        group = placement_group(bundles, name=f"{self._paths.run_id}:pool", lifetime="detached")
-        timeout_s = self._config.run.start_timeout_s
-        if not group.wait(timeout_s):
-            raise AdmissionError(
-                f"the placement group {bundles} was not given by Ray within {timeout_s:.0f} s (run.start_timeout_s); "
-                f"Ray has {ray.available_resources()}"
-            )
-        return group
 
     def _deploy(self) -> None:
         serve.start(proxy_location="Disabled")
@@ -123,9 +106,3 @@ class Launch:
             failed = next((stage for stage, future in waiting.items() if future.done() and future.exception() is error), "start")
             remote = unwrap(error, failed)
             raise remote from remote.__cause__
-
-
-def _bundle(node: NodeSpec) -> dict[str, float]:
-    """Whole numbers of GPUs, the CPUs and the memory (bytes) of a node of the pool."""
-    amounts = {"CPU": node.cpu, "GPU": float(len(node.gpu_ids)), "memory": float(int(node.memory_gb * 2**30))}
-    return {name: amount for name, amount in amounts.items() if amount > 0}

@@ -135,6 +135,8 @@ class Observe(Strict):
 class Ray(Strict):
     num_cpus: int | None = Field(None, ge=1)
     """Logical CPUs that Ray may hand out; None: the machine's."""
+    num_gpus: int | None = Field(None, ge=0)
+    """GPUs that Ray may hand out; None: the machine's."""
     address: str | None = None
     """An existing cluster; None: a private one on loopback that lives with the run."""
     object_store_mb: int = Field(256, ge=80)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -37,7 +38,13 @@ class Machine:
 
 
 def this_machine(settings: Ray) -> Machine:
-    """What a private Ray here will report, as near as can be said before it runs: `run.ray.num_cpus` or all logical CPUs."""
+    """What a private Ray here will report, as near as can be said before it runs: what `run.ray` says, else what there is."""
     free_gb = psutil.virtual_memory().available / 2**30
     memory_gb = max(0.0, (free_gb - settings.object_store_mb / 1024) * MEMORY_SHARE)
-    return Machine(float(settings.num_cpus or os.cpu_count() or 1), 0, round(memory_gb, 2))
+    gpus = count_gpus() if settings.num_gpus is None else settings.num_gpus
+    return Machine(float(settings.num_cpus or os.cpu_count() or 1), gpus, round(memory_gb, 2))
+
+
+def count_gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+    """GPUs that the NVIDIA driver of this machine lists; 0 without a driver."""
+    return len(list(driver.iterdir())) if driver.is_dir() else 0

@@ -84,6 +84,18 @@ class EvaluatorWorker:
             await group.close()
         return [self._sample(playing, episode) for playing, episode in zip(plays, episodes, strict=True)]
 
+    def aborted(self, task: Task, index: int, attempt: Attempt, context: StepContext, fault: BaseException) -> Sample:
+        """The sample of an episode whose process was lost: its siblings go on."""
+        group = GroupGenerator(self._engine, Version(context.min_version, context.exact_version), self._policy)
+        sample = abort(self._episode(task, index, attempt, context, group, self._timeouts(task))[0], fault, "run")
+        sample.node = self.node
+        return sample
+
+    def bound_s(self, task: Task) -> float:
+        """Seconds within which `run_samples` returns."""
+        timeouts = self._timeouts(task)
+        return timeouts.total_s + timeouts.cleanup_s + 2 * GRACE_S
+
     def _timeouts(self, task: Task) -> PhaseTimeouts:
         spec = self._specs.get(task.task_type)
         if spec is None:
