@@ -29,10 +29,12 @@ def run(
     from pipeline.cli.runs import create_run_folder, read_config, run_root
     from pipeline.evaluator.admission import prove
     from pipeline.evaluator.machine import this_machine
+    from pipeline.evaluator.saved import locate
 
     loaded = read_config(config, overrides)
     prove(loaded.config, this_machine(loaded.config.run.ray))
     check_names(loaded.config)
+    locate(loaded.config.rollout.reuse, run_root(runs_dir))
     paths = create_run_folder(run_root(runs_dir), loaded, run_id, datetime.now())
     typer.echo(f"run {paths.run_id} {paths.root}")
     create_run(paths, {"steps": loaded.config.trainer.steps, "started_at": started})

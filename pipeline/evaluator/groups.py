@@ -21,6 +21,7 @@ from pipeline.evaluator.breaker import Breaker
 from pipeline.evaluator.evaluator import LocalPool
 from pipeline.evaluator.ledger_calls import settled
 from pipeline.evaluator.nursery import nursery
+from pipeline.evaluator.saved import NOT_SAVED, SavedTrajectories
 from pipeline.evaluator.spec import EvaluatorSpec, PlacementToken
 from pipeline.evaluator.workers import NodeGone, WorkerLost, Workers
 from pipeline.records import Group, Sample, StepContext, Task
@@ -88,6 +89,19 @@ class GroupRunner:
                 return GroupEnd("dropped" if ended.dropped is not None else "already", ended.dropped, attempts=attempts)
             await asyncio.sleep(ended.wait_s)
 
+    async def replay(self, context: StepContext, task: Task, saved: SavedTrajectories) -> GroupEnd:
+        """Commit a saved group instead of rolling out. A task without one is dropped, and counts as a failure."""
+        try:
+            attempt = await self._start(context, task, "saved")
+        except AttemptRefused:
+            return await self._found(context.step, task)
+        group = saved.group(task, context.step, attempt.number, context.min_version)
+        if group is not None:
+            return replace(await self._keep(context, task, attempt, group), attempts=1)
+        await settled("discard", lambda: self._buffer.discard(task.ordinal, NOT_SAVED))
+        self._breaker.failure(f"rollout.reuse {saved.source!r} holds no trajectory of {task.task_id} (ordinal {task.ordinal})")
+        return GroupEnd("dropped", NOT_SAVED, attempts=1)
+
     async def stop(self, grace_s: float) -> int:
         """Start no more attempts, and wait for those that run. Returns how many still ran after `grace_s` seconds."""
         self._dispatching.clear()
@@ -111,7 +125,7 @@ class GroupRunner:
             return GroupEnd("displaced") if end.again else end
         outcome, reason = self._judge(samples)
         if outcome is None:
-            return await self._keep(context, task, attempt, samples)
+            return await self._keep(context, task, attempt, _group(context, task, attempt, samples))
         end = await self._end(attempt, outcome, reason)
         self._breaker.failure(f"ordinal {task.ordinal}, {reason}: {_first_error(samples)}")
         return end
@@ -161,16 +175,7 @@ class GroupRunner:
         among = infra or reasons
         return ("infra" if infra else "data"), max(sorted(among), key=lambda reason: among[reason])
 
-    async def _keep(self, context: StepContext, task: Task, attempt: Attempt, samples: list[Sample]) -> GroupEnd:
-        versions = versions_of(samples)
-        group = Group(
-            ordinal=task.ordinal,
-            step=context.step,
-            attempt=attempt.number,
-            task=task,
-            weight_version=versions[0] if versions else context.min_version,
-            samples=tuple(samples),
-        )
+    async def _keep(self, context: StepContext, task: Task, attempt: Attempt, group: Group) -> GroupEnd:
         self._breaker.success()
         reason = self._filter(group)
         if reason is not None and self._may_filter(context.step):
@@ -208,6 +213,18 @@ class GroupRunner:
         if state in ("pending", "running"):
             return GroupEnd("displaced")
         return GroupEnd("dropped" if state == "dropped" else "already")
+
+
+def _group(context: StepContext, task: Task, attempt: Attempt, samples: list[Sample]) -> Group:
+    versions = versions_of(samples)
+    return Group(
+        ordinal=task.ordinal,
+        step=context.step,
+        attempt=attempt.number,
+        task=task,
+        weight_version=versions[0] if versions else context.min_version,
+        samples=tuple(samples),
+    )
 
 
 def _first_error(samples: list[Sample]) -> str:

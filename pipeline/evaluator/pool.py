@@ -29,6 +29,7 @@ from pipeline.evaluator.nursery import nursery
 from pipeline.evaluator.occupancy import Occupancy
 from pipeline.evaluator.placement import PlacementPool
 from pipeline.evaluator.rollout_report import RolloutReport
+from pipeline.evaluator.saved import SavedTrajectories
 from pipeline.evaluator.spec import EvaluatorSpec, NodeSpec, specs_from_config
 from pipeline.evaluator.wakeup import WakeUp
 from pipeline.evaluator.worker import WorkerClient
@@ -54,6 +55,7 @@ class EvaluatorPool:
 
     scorer: wakes the teacher stage (best effort). details_folder: where artefacts go. clock: None is the event loop's.
     offload: runs file writes outside the event loop. score: adds columns to groups before their commit (mode `inline`).
+    saved: trajectories to commit instead of rolling out (`rollout.reuse`).
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class EvaluatorPool:
         clock: Callable[[], float] | None = None,
         offload: Callable[..., Awaitable[Any]] = asyncio.to_thread,
         score: Callable[[Sequence[Group]], Awaitable[None]] | None = None,
+        saved: SavedTrajectories | None = None,
     ) -> None:
         clock = clock or asyncio.get_running_loop().time
         self._config = config
@@ -84,6 +87,7 @@ class EvaluatorPool:
         breaker = Breaker(STAGE, config.rollout.max_consecutive_failures)
         self._groups = GroupRunner(config, buffer, self._workers, breaker, self._wake, self._may_filter, score)
         self._evaluation = Evaluation(self._specs, self._placement, self._workers, config.rollout.retries)
+        self._saved = saved
         self._filtered: Counter[int] = Counter()
         self._occupancy = Occupancy(clock)
 
@@ -214,6 +218,10 @@ class EvaluatorPool:
         self, context: StepContext, tasks: list[Task], gate: asyncio.Semaphore, done: Callable[[Task, GroupEnd], None]
     ) -> None:
         """Admit, run, give everything back."""
+        if self._saved is not None:
+            for task in tasks:
+                done(task, await self._groups.replay(context, task, self._saved))
+            return
         spec = self._specs[tasks[0].task_type]
         async with gate:
             evaluator = await self._admit(spec, sum(task.samples for task in tasks))

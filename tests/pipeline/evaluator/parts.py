@@ -164,6 +164,7 @@ async def world(
     workers: Callable[[EvaluatorWorker], Any] = lambda worker: worker,
     buffer: Callable[[BufferService], Any] = lambda service: service,
     scorer: Any = nobody,
+    **options: Any,
 ) -> AsyncIterator[World]:
     config = config or make_config()
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
@@ -175,7 +176,7 @@ async def world(
         made = [workers(EvaluatorWorker(config, Letters(), engine or Echo(), specs, node.node, offload=inline)) for node in nodes]
         seen = buffer(service)
         pool = EvaluatorPool(
-            config, seen, Tasks(seen, make), made, scorer, nodes=nodes, details_folder=paths.details, offload=inline
+            config, seen, Tasks(seen, make), made, scorer, nodes=nodes, details_folder=paths.details, offload=inline, **options
         )
         try:
             yield World(config, service, pool, paths, made)
