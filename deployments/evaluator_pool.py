@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from deployments.names import worker_stage
 from deployments.teachers import on_demand
 from pipeline.engines.weights import WeightStore
 from pipeline.evaluator.pool import EvaluatorPool
+from pipeline.evaluator.saved import SavedTrajectories, open_saved
 from pipeline.evaluator.spec import NodeSpec
 from pipeline.paths import evaluation_id
 from pipeline.records import Task
@@ -30,7 +32,8 @@ class EvaluatorPoolActor(StageActor):
         self.fetcher = RemoteStage(self.paths.run_id, "fetcher")
         self.scorer = RemoteStage(self.paths.run_id, "teacher_scorer")
         self.weights = WeightStore(self.paths.weights)
-        return self._pool("student", on_demand(self.config, self.paths, "inline"))
+        saved = await asyncio.to_thread(open_saved, self.config.rollout.reuse, self.paths.root.parent)
+        return self._pool("student", on_demand(self.config, self.paths, "inline"), saved)
 
     async def evaluate(self, step: int) -> dict[str, Any]:
         """Evaluate weight version `step`, which the trainer holds under the evaluation's id until this releases it."""
@@ -48,7 +51,7 @@ class EvaluatorPoolActor(StageActor):
         tasks = [await self._as_read_by(alias, task) for task in await self.fetcher.eval_tasks()]
         return await self._pool(alias).evaluate(f"teacher_{alias}", tasks, 0)
 
-    def _pool(self, player: str, score: ScoreOnDemand | None = None) -> EvaluatorPool:
+    def _pool(self, player: str, score: ScoreOnDemand | None = None, saved: SavedTrajectories | None = None) -> EvaluatorPool:
         workers = [RemoteWorker(self.paths.run_id, worker_stage(index), node.node, player) for index, node in enumerate(self.nodes)]
         return EvaluatorPool(
             self.config,
@@ -59,6 +62,7 @@ class EvaluatorPoolActor(StageActor):
             nodes=self.nodes,
             details_folder=self.paths.details,
             score=score,
+            saved=saved,
         )
 
     async def _as_read_by(self, alias: str, task: Task) -> Task:
