@@ -11,6 +11,7 @@ from deployments.calls import RemoteStage, RemoteWorker
 from deployments.hosting import StageActor, forwards
 from deployments.names import worker_stage
 from deployments.teachers import on_demand
+from deployments.witness import CommitWitness
 from pipeline.engines.weights import WeightStore
 from pipeline.evaluator.pool import EvaluatorPool
 from pipeline.evaluator.saved import SavedTrajectories, open_saved
@@ -55,7 +56,7 @@ class EvaluatorPoolActor(StageActor):
         workers = [RemoteWorker(self.paths.run_id, worker_stage(index), node.node, player) for index, node in enumerate(self.nodes)]
         return EvaluatorPool(
             self.config,
-            self.buffer,
+            CommitWitness(self.buffer, self.paths.commits),
             self.fetcher,
             workers,
             self.scorer.submit,

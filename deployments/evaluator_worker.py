@@ -18,6 +18,7 @@ from deployments.calls import RemoteEngine, unwrap
 from deployments.hosting import log_to_file
 from deployments.names import ENGINE_DEPLOYMENT, student_app, teacher_app
 from deployments.placement import demand, in_bundle
+from deployments.witness import append_line
 from pipeline.buffer.api import Attempt
 from pipeline.config.loading import read_config
 from pipeline.engines.renderer import ChatRenderer
@@ -76,6 +77,8 @@ class EvaluatorWorkerActor:
         player: str = "student",
     ) -> list[Sample]:
         worker = (await asyncio.shield(self._started))[player]
+        if context.phase == "train":
+            append_line(self.paths.plays, ordinal=task.ordinal, attempt=attempt.number, epoch=attempt.epoch)
         if not any(token.gpu for token in tokens):
             return await worker.run_samples(task, indices, attempt, context, tokens)
         async with asyncio.TaskGroup() as group:

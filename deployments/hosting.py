@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deployments.calls import RemoteStage
+from deployments.witness import append_line
 from pipeline.buffer.api import StageReport
 from pipeline.config.loading import read_config
 from pipeline.config.schema import RunConfig
@@ -58,9 +57,9 @@ class StageActor:
 
     async def node(self, name: str, method: str, *args: Any) -> Any:
         """Do a workflow node's work; its beginning and its end are noted in log/nodes.jsonl."""
-        note(self.paths, name, "started")
+        append_line(self.paths.nodes, node=name, event="started")
         result = await getattr(self, method)(*args)
-        note(self.paths, name, "done")
+        append_line(self.paths.nodes, node=name, event="done")
         return result
 
     async def ready(self) -> int:
@@ -113,13 +112,6 @@ class StageActor:
         """The service's numbers under this actor's name, pid and node."""
         name = f"{self.paths.run_id}:{self.stage}"
         return replace(report, stage=self.stage, actor=name, pid=os.getpid(), node=os.uname().nodename)
-
-
-def note(paths: RunPaths, node: str, event: str) -> None:
-    """One line, in one write, so that several actors may append to the same file."""
-    line = json.dumps({"t": round(time.time(), 3), "node": node, "event": event, "pid": os.getpid()}) + "\n"
-    with open(paths.nodes, "ab", buffering=0) as file:
-        file.write(line.encode())
 
 
 def log_to_file(paths: RunPaths, name: str) -> None:

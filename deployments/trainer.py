@@ -8,6 +8,7 @@ from typing import Any
 
 from deployments.hosting import StageActor, forwards
 from deployments.teachers import on_demand
+from deployments.witness import TrainWitness
 from pipeline.buffer.reader import run_fence
 from pipeline.engines.weights import WeightStore
 from pipeline.fetcher.catalog import Catalog
@@ -32,7 +33,7 @@ class TrainerActor(StageActor):
             self.config,
             self.paths,
             student,
-            self.buffer,
+            TrainWitness(self.buffer, self.paths.trained),
             WeightStore(self.paths.weights),
             fence=run_fence(self.paths, self.run_epoch),
             epoch=self.run_epoch,

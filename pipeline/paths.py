@@ -90,6 +90,21 @@ class RunPaths:
         return self.log / "nodes.jsonl"
 
     @property
+    def plays(self) -> Path:
+        """What the workers began to play, a line a call."""
+        return self.log / "plays.jsonl"
+
+    @property
+    def commits(self) -> Path:
+        """Commits whose acknowledgement was heard, a line each."""
+        return self.log / "commits.jsonl"
+
+    @property
+    def trained(self) -> Path:
+        """What the trainer trained on, a line a step (and another when a crash made it repeat one)."""
+        return self.log / "trained.jsonl"
+
+    @property
     def cache(self) -> Path:
         """Shared by all runs beside this one."""
         return self.root.parent / ".cache"

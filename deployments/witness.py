@@ -1,0 +1,61 @@
+"""What was played, acknowledged and trained, said by those who did it and kept beside the ledger, for whoever doubts the ledger.
+
+Invariant: a line is one write to a file opened for appending: processes share the file, and a kill tears no line. The run reads
+none of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline.buffer import codec
+from pipeline.buffer.api import Attempt
+from pipeline.records import Group
+
+
+def append_line(path: Path, **facts: Any) -> None:
+    """The time (seconds since the epoch), the process and the facts, as one line of JSON."""
+    line = json.dumps({"t": round(time.time(), 3), "pid": os.getpid(), **facts}) + "\n"
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "ab", buffering=0) as file:
+        file.write(line.encode())
+
+
+class CommitWitness:
+    """The replay buffer as the evaluator pool sees it. A line follows the acknowledgement of a commit."""
+
+    def __init__(self, buffer: Any, path: Path) -> None:
+        self._buffer, self._path = buffer, path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._buffer, name)
+
+    async def commit(self, attempt: Attempt, group: Group) -> bool:
+        new = await self._buffer.commit(attempt, group)
+        digest = codec.digest(codec.encode_group(group))
+        append_line(self._path, ordinal=attempt.ordinal, attempt=attempt.number, epoch=attempt.epoch, sha256=digest)
+        return new
+
+
+class TrainWitness:
+    """The replay buffer as the trainer sees it. A line says what the step was trained on, as read, before it is recorded."""
+
+    def __init__(self, buffer: Any, path: Path) -> None:
+        self._buffer, self._path = buffer, path
+        self._read: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._buffer, name)
+
+    async def read(self, ordinals: list[int], columns: bool) -> list[Group]:
+        groups = await self._buffer.read(ordinals, columns)
+        self._read = [group.ordinal for group in groups]
+        return groups
+
+    async def record_step(self, step: int, metrics: dict[str, Any]) -> None:
+        append_line(self._path, step=step, ordinals=self._read, weights=metrics["weights"])
+        await self._buffer.record_step(step, metrics)
