@@ -28,6 +28,9 @@ class Script:
     verify_s: float = 0.0
     cleanup_s: float = 0.0
     turns: int = 1
+    """As far as the task's stopping allows: `max_turns`, `max_context`, and `max_repeats` of the same action in a row."""
+    repeats: bool = False
+    """Every turn is the same action as the one before."""
     tokens: int = 4
     """Tokens a turn; 0 is an empty response."""
     engine: bool = False
@@ -71,11 +74,24 @@ class Scripted:
         trajectory = Trajectory(finish_reason=script.finish_reason)
         trajectory.append_context(episode.renderer.render(episode.task.messages))
         for turn in range(script.turns):
+            if reason := self._stopped(episode, trajectory, turn):
+                trajectory.finish_reason = reason
+                break
             await self._play("run", script.run_s, episode)
             if turn:
                 trajectory.append_context(np.asarray([turn], np.int32))
             trajectory.append_completion(await self._turn(episode, trajectory, turn))
         return trajectory
+
+    def _stopped(self, episode: Episode, trajectory: Trajectory, turn: int) -> str | None:
+        """The finish reason if stopping ends the episode before this turn."""
+        stopping = episode.task.stopping
+        if self._script.repeats and turn >= stopping.max_repeats:
+            return "repeated_action_loop"
+        if turn >= stopping.max_turns:
+            return "max_turns"
+        room = self._script.tokens if stopping.max_context is None else stopping.max_context - len(trajectory.token_ids)
+        return "context_overflow" if room < self._script.tokens else None
 
     async def verify(self, episode: Episode, trajectory: Trajectory) -> float | None:
         await self._play("verify", self._script.verify_s, episode)

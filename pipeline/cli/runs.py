@@ -19,6 +19,7 @@ import yaml
 
 from pipeline.config.loading import Loaded, dump, read_config
 from pipeline.config.schema import RunConfig
+from pipeline.config.stages import Rollout
 from pipeline.errors import UserError
 from pipeline.importing import is_reference
 from pipeline.paths import RunPaths
@@ -74,6 +75,9 @@ def write_config(paths: RunPaths, config: RunConfig) -> None:
     for name, dataset in config.datasets.items():
         if dataset.path is not None and dataset.path.is_relative_to(paths.root):
             data["datasets"][name]["path"] = dataset.path.relative_to(paths.root).as_posix()
+    kind, _, reused = config.rollout.reuse.partition(":")
+    if kind == "file" and Path(reused).is_relative_to(paths.root):
+        data["rollout"]["reuse"] = f"file:{Path(reused).relative_to(paths.root).as_posix()}"
     _write(paths.config, yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
 
 
@@ -115,7 +119,18 @@ def _copy_inputs(config: RunConfig, paths: RunPaths) -> RunConfig:
         target = paths.data / (re.sub(r"[^A-Za-z0-9._-]", "_", name) + dataset.path.suffix)
         shutil.copyfile(dataset.path, target)
         held[name] = dataset.model_copy(update={"path": target})
-    return config.model_copy(update={"datasets": held})
+    return config.model_copy(update={"datasets": held, "rollout": _copy_reused(config, paths)})
+
+
+def _copy_reused(config: RunConfig, paths: RunPaths) -> Rollout:
+    """A file of saved trajectories is an input like any other; another run, or a whole directory, is read where it is."""
+    kind, _, name = config.rollout.reuse.partition(":")
+    if kind != "file":
+        return config.rollout
+    paths.data.mkdir(exist_ok=True)
+    target = paths.data / "reuse.jsonl"
+    shutil.copyfile(name, target)
+    return config.rollout.model_copy(update={"reuse": f"file:{target}"})
 
 
 def _copy_modules(config: RunConfig, folder: Path, paths: RunPaths) -> None:

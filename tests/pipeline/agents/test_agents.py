@@ -22,9 +22,9 @@ class Letters:
         return "".join(map(chr, token_ids))
 
 
-def make_episode(script, index=0, attempt=0):
+def make_episode(script, index=0, attempt=0, stopping=Stopping()):
     task = Task(
-        5, "w/5", "w", "single_turn", (("user", "hi"),), "ih", "exact", 2, Sampling(), Stopping(), 7, metadata={"script": script}
+        5, "w/5", "w", "single_turn", (("user", "hi"),), "ih", "exact", 2, Sampling(), stopping, 7, metadata={"script": script}
     )  # fmt: skip
     return Episode(task, index, StepContext(4, min_version=2), None, Letters(), attempt)
 
@@ -76,3 +76,17 @@ async def test_a_leaked_cancellation_and_a_hang_can_be_played():
 def test_a_script_with_an_unknown_field_is_the_items_fault():
     with pytest.raises(DataError, match="no field 'rewad'"):
         script_of(make_episode({"rewad": 1}).task, 0)
+
+
+@pytest.mark.parametrize(
+    ("stopping", "script", "turns", "reason"),
+    [
+        ({"max_turns": 3}, {}, 3, "max_turns"),
+        ({"max_context": 2 + 4 + 5}, {}, 2, "context_overflow"),
+        ({"max_repeats": 2}, {"repeats": True}, 2, "repeated_action_loop"),
+        ({"max_repeats": 2}, {}, 9, "finish"),
+    ],
+)
+async def test_stopping_ends_the_episode_whatever_the_script_says(stopping, script, turns, reason):
+    trajectory, _ = await play({"turns": 9, "tokens": 4, **script}, stopping=Stopping(**stopping))
+    assert (sum(trajectory.loss_mask) // 4, trajectory.finish_reason) == (turns, reason)

@@ -52,6 +52,14 @@ def test_a_run_folder_stands_alone_and_can_be_moved(config_file, tmp_path):
     assert same == {name: value for name, value in loaded.config.model_dump().items() if name not in ("run", "datasets")}
 
 
+def test_a_file_of_saved_trajectories_moves_with_its_run(config_file, tmp_path):
+    (config_file.parent / "saved.jsonl").write_text("{}\n")
+    paths = create_run_folder(tmp_path / "runs", load(config_file, ["rollout.reuse=file:saved.jsonl"]), "one", NOW)
+    moved = paths.root.rename(tmp_path / "elsewhere")
+    reuse = load(moved / "config.yaml").config.rollout.reuse
+    assert reuse == f"file:{moved}/data/reuse.jsonl" and Path(reuse.removeprefix("file:")).read_text() == "{}\n"
+
+
 def test_an_id_that_exists_is_refused(config_file, tmp_path):
     loaded = load(config_file)
     create_run_folder(tmp_path / "runs", loaded, "one", NOW)
