@@ -40,9 +40,11 @@ def unwrap(error: BaseException, stage: str) -> BaseException:
     if isinstance(error, DEATHS):
         return ConnectionError(f"{stage} died or cannot be reached: {first_line(error)}")
     if isinstance(error, RayTaskError):
-        cause = error.cause if isinstance(error.cause, BaseException) else error
-        if isinstance(cause, RayTaskError):
-            cause = StageFailed(stage, first_line(error))
+        cause: BaseException = error
+        while isinstance(cause, RayTaskError) and isinstance(cause.cause, BaseException):
+            cause = cause.cause
+        if isinstance(cause, RayTaskError):  # its own exception could not travel: the traceback's last line names it
+            cause = StageFailed(stage, str(error).strip().splitlines()[-1])
         cause.__cause__ = RemoteTraceback(str(error))
         return cause
     return error
