@@ -1,0 +1,186 @@
+"""Failures of other processes, as they arrive here. No cluster: the calls are played."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError, WorkerCrashedError
+
+from deployments import calls
+from deployments.calls import RemoteStage, RemoteTraceback, RemoteWorker, node_call, unwrap
+from pipeline.errors import EngineError, LateCommit, StageFailed, abort_reason, root_cause
+
+
+def remote(cause: Exception) -> RayTaskError:
+    return RayTaskError("commit", "Traceback of the other process", cause)
+
+
+def test_the_remotes_own_exception_arrives_with_its_traceback():
+    error = unwrap(remote(LateCommit("attempt 1 is over")), "replay_buffer")
+    assert isinstance(error, LateCommit) and str(error) == "attempt 1 is over"
+    assert isinstance(error.__cause__, RemoteTraceback)
+
+
+def test_also_when_ray_has_given_it_a_second_type():
+    error = unwrap(remote(EngineError("no memory")).as_instanceof_cause(), "trainer")
+    assert type(error) is EngineError and str(error) == "no memory"
+
+
+def test_a_failure_through_two_processes_is_the_first_ones():
+    inner = remote(StageFailed("trainer", "no memory"))
+    error = unwrap(remote(inner), "evaluator_pool")
+    assert isinstance(error, StageFailed) and str(error) == "stage trainer: no memory"
+
+
+def test_an_exception_that_cannot_travel_is_named_by_its_last_line():
+    lost = RayTaskError("train", "ray::train()\n  File x, line 1\nmodule.Odd: no memory", None)
+    lost.cause = None
+    error = unwrap(lost, "trainer")
+    assert isinstance(error, StageFailed) and str(error) == "stage trainer: module.Odd: no memory"
+
+
+@pytest.mark.parametrize(
+    "death", [ActorDiedError(), ActorUnavailableError("gone", None), WorkerCrashedError()], ids=lambda death: type(death).__name__
+)
+def test_a_lost_process_is_a_lost_connection(death):
+    error = unwrap(death, "fetcher")
+    assert isinstance(error, ConnectionError) and str(error).startswith("fetcher died or cannot be reached")
+    assert abort_reason(error) == "infra_conn"
+    assert len(str(error).splitlines()) == 1
+
+
+def test_an_error_of_this_process_stays_what_it_is():
+    error = ValueError("x")
+    assert unwrap(error, "fetcher") is error
+
+
+class Method:
+    """`handle.method.remote(...)`: what happens is played by `results`, one a call; a Future is kept waiting."""
+
+    def __init__(self, *results) -> None:
+        self.results, self.calls = list(results), []
+
+    def remote(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+        result = self.results.pop(0) if len(self.results) > 1 else self.results[0]
+        return Reference(result)
+
+
+class Reference:
+    def __init__(self, result) -> None:
+        self.result = result
+
+    def future(self) -> Future:
+        future: Future = Future()
+        if isinstance(self.result, Exception):
+            future.set_exception(self.result)
+        elif self.result is not ...:
+            future.set_result(self.result)
+        return future
+
+
+class Handle:
+    def __init__(self, **methods: Method) -> None:
+        self.__dict__.update(methods)
+
+
+def stage(handle: Handle, name: str = "fetcher", deadline_s: float = 60.0) -> RemoteStage:
+    made = RemoteStage("r", name, deadline_s)
+    made._handle = handle
+    return made
+
+
+async def test_a_call_returns_what_the_stage_returned():
+    handle = Handle(tasks=Method([1, 2]))
+    assert await stage(handle).tasks([3], key=4) == [1, 2]
+    assert handle.tasks.calls == [(([3],), {"key": 4})]
+
+
+async def test_a_call_raises_what_the_stage_raised():
+    with pytest.raises(LateCommit, match="over"):
+        await stage(Handle(commit=Method(remote(LateCommit("over"))))).commit()
+
+
+@pytest.mark.looptime
+async def test_a_call_that_is_not_answered_ends_and_names_stage_method_and_deadline():
+    with pytest.raises(TimeoutError, match=r"fetcher\.tasks did not answer within 60 s"):
+        await stage(Handle(tasks=Method(...))).tasks()
+    assert asyncio.get_running_loop().time() == pytest.approx(60)
+
+
+def test_names_of_the_interpreter_are_no_calls():
+    with pytest.raises(AttributeError):
+        stage(Handle()).__deepcopy__  # noqa: B018
+
+
+@pytest.mark.looptime
+async def test_a_worker_is_waited_for_as_long_as_it_answers_pings():
+    pings = Method(1, 1, 1, remote(RuntimeError("x")))
+    worker = RemoteWorker("r", "evaluator_worker_0", "local")
+    worker._stage = stage(Handle(run_samples=Method(...), ping=pings), "evaluator_worker_0")
+    with pytest.raises(RuntimeError):
+        await worker.run_samples()
+    assert asyncio.get_running_loop().time() == pytest.approx(4 * calls.PING_S)
+
+
+@pytest.mark.looptime
+async def test_a_worker_that_answers_no_ping_is_gone():
+    worker = RemoteWorker("r", "evaluator_worker_0", "local")
+    worker._stage = stage(Handle(run_samples=Method(...), ping=Method(...)), "evaluator_worker_0")
+    with pytest.raises(ConnectionError, match="worker local does not answer"):
+        await worker.run_samples()
+
+
+async def test_a_worker_that_died_is_a_lost_connection():
+    worker = RemoteWorker("r", "evaluator_worker_0", "local")
+    worker._stage = stage(Handle(run_samples=Method(ActorDiedError())), "evaluator_worker_0")
+    with pytest.raises(ConnectionError, match="evaluator_worker_0 died"):
+        await worker.run_samples()
+
+
+class PlayedRay:
+    """`ray.get` of a node's call: `slow` time-outs before it is answered; `pings`: what each ping meets."""
+
+    def __init__(self, handle: Handle, slow: int, result, pings) -> None:
+        self.handle, self.slow, self.result, self.pings = handle, slow, result, list(pings)
+
+    def get_actor(self, name: str, namespace: str) -> Handle:
+        assert name == "r:trainer"
+        return self.handle
+
+    def get(self, reference: Reference, timeout: float):
+        if reference.result == "ping":
+            answered = self.pings.pop(0)
+            if not answered:
+                raise GetTimeoutError
+            return 1
+        if self.slow:
+            self.slow -= 1
+            raise GetTimeoutError
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+def node(monkeypatch, slow: int, result, pings=()):
+    handle = Handle(node=Method("node"), ping=Method("ping"))
+    monkeypatch.setattr(calls, "ray", PlayedRay(handle, slow, result, pings))
+    return node_call("r", "trainer", "train[1]", "train", 1)
+
+
+def test_a_nodes_work_may_take_long_as_long_as_its_stage_answers_pings(monkeypatch):
+    answers = [True, False, False, False, False, False] * 5
+    assert node(monkeypatch, len(answers), {"step": 1}, answers) == {"step": 1}
+
+
+def test_a_stage_that_answers_no_ping_fails_the_node(monkeypatch):
+    with pytest.raises(StageFailed, match=r"stage trainer: no answer to 6 pings of 10 s during train"):
+        node(monkeypatch, 99, None, [True, *[False] * 6])
+
+
+def test_a_failing_node_raises_the_stages_own_exception(monkeypatch):
+    with pytest.raises(StageFailed, match="stage trainer: no memory") as caught:
+        node(monkeypatch, 0, remote(StageFailed("trainer", "no memory")))
+    assert root_cause(caught.value).startswith("RemoteTraceback")
