@@ -25,6 +25,8 @@ from pipeline.errors import EngineUnavailable, RolloutError, StageFailed
 CALL_S = 60.0
 """Deadline of a call that does a bounded amount of work."""
 PING_S = 10.0
+LOST_CALL_WAITS_S = (0.5, 1.0, 2.0)
+"""Before a call is repeated that a dying replica lost."""
 UNANSWERED_PINGS = 6
 """This many pings in a row without an answer: the stage is taken for dead."""
 
@@ -127,6 +129,17 @@ class RemoteDeployment:
         self._deployment = deployment
         self._deadline_s = deadline_s
         self._handle: Any = None
+
+    async def repeat(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+        """A call that may be made twice: again when a dying replica lost it, though not after its deadline."""
+        for wait_s in LOST_CALL_WAITS_S:
+            try:
+                return await self.call(method, *args, deadline_s=deadline_s)
+            except EngineUnavailable as error:
+                if isinstance(error.__cause__, TimeoutError):
+                    raise
+                await asyncio.sleep(wait_s)
+        return await self.call(method, *args, deadline_s=deadline_s)
 
     async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
         """What nobody waits for any more, the replica is told to leave."""

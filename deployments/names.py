@@ -24,3 +24,8 @@ def teacher_app(run_id: str, alias: str) -> str:
 
 
 ENGINE_DEPLOYMENT = "Engine"
+
+MODELS_DEPLOYMENT = "Models"
+EVALUATIONS_DEPLOYMENT = "Evaluations"
+SERVICE_DEPLOYMENT = "Service"
+"""Of the service's application."""

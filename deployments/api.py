@@ -1,0 +1,199 @@
+"""The HTTP routes. Thin: each one hands its checked request on and writes down the answer. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+from fastapi import FastAPI, Header, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from deployments.gate import Gate, GateRules, json_path
+from deployments.metrics import ServiceMetrics
+from pipeline.errors import EngineError, RequestRefused
+from pipeline.evaluation.plan import EvalRequest
+from pipeline.evaluation.store import ARTEFACTS
+from pipeline.service.faults import FaultReply, Refusal
+from pipeline.service.front import Backend, Front
+from pipeline.service.openai import ChatRequest, CompletionRequest, Reply
+from pipeline.service.replies import chunks
+
+EVENT_WAIT_S = 10.0
+"""Silence after which an event stream says that it is alive."""
+KEY_CHARACTERS = 255
+FAULTS: dict[int | str, dict[str, Any]] = {
+    status: {"model": FaultReply, "description": text}
+    for status, text in {
+        400: "The request is wrong; `param` says where.",
+        401: "The bearer token is missing or wrong.",
+        404: "There is no such thing.",
+        409: "It contradicts what is there.",
+        413: "The body is too large.",
+        429: "Too much at the same time; see Retry-After.",
+        500: "A fault of the service; its log has the request id.",
+        503: "The engine is being replaced; see Retry-After.",
+        504: "No answer within the deadline.",
+    }.items()
+}
+EVENTS = {
+    200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."},
+    204: {"description": "No more events."},
+}
+
+
+class Evaluating(Protocol):
+    """The evaluation jobs, wherever they are (`pipeline.evaluation.jobs.Jobs`). Every method has a deadline."""
+
+    async def submit(self, request: EvalRequest, key: str) -> dict[str, Any]: ...
+    async def views(self) -> list[dict[str, Any]]: ...
+    async def view(self, name: str) -> dict[str, Any]: ...
+    async def sample(self, name: str, sample_id: str) -> dict[str, Any]: ...
+    async def events(self, name: str, after: int, wait_s: float) -> list[dict[str, Any]]: ...
+    async def cancel(self, name: str) -> dict[str, Any]: ...
+    async def counts(self) -> dict[str, int]: ...
+
+
+def make_api(backend: Backend, evaluating: Evaluating, front: Front, rules: GateRules, evaluations: Path) -> FastAPI:
+    """evaluations: the folder of evaluations, for their artefacts."""
+    metrics = ServiceMetrics()
+    api = FastAPI(title="rollout", version="1", docs_url=None, redoc_url=None, responses=FAULTS)
+    api.add_middleware(Gate, rules=rules, seen=metrics.seen)
+    api.add_exception_handler(RequestValidationError, _invalid)
+    api.add_exception_handler(HTTPException, _no_route)
+    _health(api, backend, evaluating, front, metrics)
+    _models(api, front)
+    _evaluations(api, evaluating, evaluations)
+    return api
+
+
+def _health(api: FastAPI, backend: Backend, evaluating: Evaluating, front: Front, metrics: ServiceMetrics) -> None:
+    @api.get("/healthz", tags=["service"])
+    async def healthz() -> dict[str, Any]:
+        """The live model answers."""
+        opened = await backend.open("live")
+        return {"status": "ok", "model": opened.model.name, "weight_version": opened.info.weight_version}
+
+    @api.get("/metrics", tags=["service"], response_class=PlainTextResponse)
+    async def metrics_text() -> Response:
+        """Prometheus text. What cannot be asked now keeps its last value."""
+        try:
+            live, jobs = (await backend.open("live")).info, await evaluating.counts()
+        except EngineError:
+            live, jobs = None, None
+        return Response(metrics.render(front.in_flight, jobs, live), media_type=CONTENT_TYPE_LATEST)
+
+
+def _models(api: FastAPI, front: Front) -> None:
+    @api.get("/v1/models", tags=["models"])
+    async def models() -> dict[str, Any]:
+        """The live model and the checkpoints of its run."""
+        return await front.models()
+
+    @api.post("/v1/completions", tags=["models"], response_model=Reply)
+    async def completions(body: CompletionRequest, request: Request) -> Any:
+        """Complete a text or token ids."""
+        return _answer(await front.complete(body, request.state.request_id), body)
+
+    @api.post("/v1/chat/completions", tags=["models"], response_model=Reply)
+    async def chat(body: ChatRequest, request: Request) -> Any:
+        """Answer messages, by the model's own chat template."""
+        return _answer(await front.chat(body, request.state.request_id), body)
+
+
+def _answer(reply: dict[str, Any], body: CompletionRequest | ChatRequest) -> Response:
+    if not body.stream:
+        return JSONResponse(reply)
+    usage = body.stream_options is not None and body.stream_options.include_usage
+    return StreamingResponse(_each(chunks(reply, usage)), media_type="text/event-stream")
+
+
+async def _each(parts: Any) -> AsyncIterator[str]:
+    for part in parts:
+        yield part
+
+
+def _evaluations(api: FastAPI, evaluating: Evaluating, folder: Path) -> None:
+    @api.post("/v1/evals", status_code=202, tags=["evaluations"])
+    async def submit(
+        body: EvalRequest, request: Request, idempotency_key: Annotated[str | None, Header(max_length=KEY_CHARACTERS)] = None
+    ) -> dict[str, Any]:
+        """Queue an evaluation. The same Idempotency-Key and body give the same evaluation."""
+        # without a key the request's own id is one, so that a call which a dying replica lost can be repeated
+        return await evaluating.submit(body, idempotency_key or f"request {request.state.request_id}")
+
+    @api.get("/v1/evals", tags=["evaluations"])
+    async def listed() -> dict[str, Any]:
+        """All evaluations, the newest first."""
+        return {"object": "list", "data": await evaluating.views()}
+
+    @api.get("/v1/evals/{name}", tags=["evaluations"])
+    async def one(name: str) -> dict[str, Any]:
+        """Where an evaluation stands, and what it has found so far."""
+        return await evaluating.view(name)
+
+    @api.delete("/v1/evals/{name}", tags=["evaluations"])
+    async def cancel(name: str) -> dict[str, Any]:
+        """Cancel an evaluation that has not ended."""
+        return await evaluating.cancel(name)
+
+    @api.get("/v1/evals/{name}/events", tags=["evaluations"], response_class=Response, responses=EVENTS)
+    async def events(name: str, last_event_id: Annotated[int, Header(ge=0)] = 0) -> Response:
+        """`sample`, `progress`, and at the end `done` or `error`. Last-Event-ID goes on behind that event; 204: nothing is left."""
+        view = await evaluating.view(name)
+        first = await evaluating.events(name, last_event_id, 0.0)
+        if not first and view["status"] in ("done", "failed", "cancelled"):
+            return Response(status_code=204)
+        stream = event_stream(evaluating, name, last_event_id)
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+    @api.get("/v1/evals/{name}/samples/{sample_id}", tags=["evaluations"])
+    async def sample(name: str, sample_id: str) -> dict[str, Any]:
+        """One sample with its conversation."""
+        return await evaluating.sample(name, sample_id)
+
+    @api.get("/v1/evals/{name}/artefacts/{file}", tags=["evaluations"], response_class=FileResponse)
+    async def artefact(name: str, file: str) -> FileResponse:
+        """`request.json`, `samples.jsonl` (a sample a line) or `summary.json`."""
+        await evaluating.view(name)
+        path = folder / name / file
+        if file not in ARTEFACTS or not path.is_file():
+            raise RequestRefused(404, "not_found", f"evaluation {name!r} has no artefact {file!r}")
+        return FileResponse(path, filename=f"{name}.{file}")
+
+
+async def event_stream(evaluating: Evaluating, name: str, after: int) -> AsyncIterator[str]:
+    """Ends behind the last event. A silence longer than EVENT_WAIT_S is a comment, so that proxies keep the connection."""
+    yield "retry: 1000\n\n"
+    while True:
+        found = await evaluating.events(name, after, EVENT_WAIT_S)
+        if not found:
+            yield ": waiting\n\n"
+        for event in found:
+            after = event["id"]
+            yield f"id: {after}\nevent: {event['event']}\ndata: {json.dumps(event['data'], ensure_ascii=False)}\n\n"
+            if event["event"] in ("done", "error"):
+                return
+
+
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    message = str(first["msg"]).removeprefix("Value error, ")
+    status, code = 400, "invalid_request"
+    return _refused(request, Refusal(status, code, message, json_path(first["loc"])))
+
+
+async def _no_route(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return _refused(request, Refusal(error.status_code, code, message), dict(error.headers or {}))
+
+
+def _refused(request: Request, refusal: Refusal, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(refusal.body(request.state.request_id), refusal.status, headers)

@@ -1,0 +1,77 @@
+"""The Serve application of the service: models, evaluations, and the HTTP routes in front of them.
+
+Invariant: one service works in a folder of runs at a time; its Ray is private, on loopback, and goes with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import warnings
+from pathlib import Path
+from typing import Any
+
+from pipeline.buffer.lock import RunLock
+from pipeline.errors import Locked, UserError
+from pipeline.service.arguments import Settings, parse_arguments, settle
+
+GRACE_S = 5.0
+
+
+def build(given: dict[str, Any]) -> Any:
+    """`given`: as `ServeArguments`. Starts Ray and Serve's HTTP proxy unless this process has a Ray already.
+
+    Raises UserError, or Locked when another service works in the same folder of runs.
+    """
+    settings = settle(parse_arguments(given), beside=Path(__file__).resolve().parent.parent)
+    import ray
+    from ray import serve
+
+    from deployments.evaluations import Evaluations
+    from deployments.models import ModelsReplica
+    from deployments.service import service_deployment
+
+    if not ray.is_initialized():
+        own_cluster(settings)
+    serve.start(http_options={"host": settings.host, "port": settings.port, "location": "EveryNode"})
+    models = ModelsReplica.options(num_replicas=settings.config.engine.replicas).bind(settings)
+    return service_deployment(settings).bind(models, Evaluations.bind(settings))
+
+
+def own_cluster(settings: Settings) -> None:
+    """A private Ray that ends with this process; what a killed service left behind is ended first, by pid."""
+    from deployments import cluster
+
+    paths = settings.runs.service
+    paths.root.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(paths)
+    try:
+        lock.acquire()
+    except Locked as error:
+        raise Locked(f"another service works in {settings.runs.runs}: {error}") from None
+    left = cluster.end(lock.leftovers(), GRACE_S)
+    if left:
+        raise Locked(f"processes of the last service do not end: {[process.pid for process in left]}; end them by hand")
+    _check_port(settings)
+    warnings.filterwarnings("ignore", module="ray")
+    root = str(Path(__file__).resolve().parent.parent)
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*settings.code, root, *inherited])
+
+    def stop() -> None:
+        cluster.stop(paths)
+        lock.release()
+
+    atexit.register(stop)
+    cluster.start(paths, settings.config.run.ray, None)
+    lock.record(process.pid for process in cluster.processes())
+
+
+def _check_port(settings: Settings) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            raise UserError(f"{settings.host} port {settings.port}: {error.strerror}; choose another port=") from None

@@ -1,0 +1,138 @@
+"""What every HTTP request passes before and after its route.
+
+Invariant: every reply carries a request id, every fault is answered in one form, a body has a bound, and beyond loopback (or when a
+token is set) nothing but /healthz is served without the token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pipeline.errors import RequestRefused
+from pipeline.service.arguments import is_loopback, token_digest
+from pipeline.service.faults import Refusal, refusal_of
+
+log = logging.getLogger("service")
+OPEN_PATHS = ("/healthz",)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class GateRules:
+    loopback: bool
+    token_sha256: str | None
+    max_body_bytes: int
+
+
+class Gate:
+    """ASGI middleware. seen: told (method, route, status, seconds) of every request."""
+
+    def __init__(self, app: ASGIApp, rules: GateRules, seen: Callable[[str, str, int, float], None]) -> None:
+        self._app, self._rules, self._seen = app, rules, seen
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        carried = _REQUEST_ID.fullmatch(given) is not None  # Serve's proxy gives one to every request, and to its reply
+        request_id = given if carried else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        reply = _Reply(send, None if carried else request_id)
+        started = time.monotonic()
+        try:
+            self._check(scope)
+            await self._app(scope, self._bounded(receive), reply.send)
+        except Exception as error:
+            refusal = refusal_of(error)
+            if refusal.status >= 500:
+                log.exception("request %s: %s %s", request_id, scope["method"], scope["path"])
+            if not reply.started:
+                await send_refusal(refusal, request_id, reply.send)
+        finally:
+            seconds = time.monotonic() - started
+            route = getattr(scope.get("route"), "path", "unknown")
+            self._seen(scope["method"], route, reply.status, seconds)
+            log.info("%s %s %s %d %.3f s", request_id, scope["method"], scope["path"], reply.status, seconds)
+
+    def _check(self, scope: Scope) -> None:
+        headers, rules = Headers(scope=scope), self._rules
+        if rules.loopback and rules.token_sha256 is None and not is_loopback(_host(headers.get("host", ""))):
+            # a page in a browser of this machine may have had its own name point here
+            raise RequestRefused(403, "foreign_host", f"this service answers to loopback names only, not {headers.get('host')!r}")
+        if rules.token_sha256 is not None and scope["path"] not in OPEN_PATHS:
+            kind, _, token = headers.get("authorization", "").partition(" ")
+            good = hmac.compare_digest(token_digest(token.strip()), rules.token_sha256)
+            if kind.lower() != "bearer" or not good:
+                raise RequestRefused(401, "invalid_token", "a bearer token is required: Authorization: Bearer TOKEN")
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length) > rules.max_body_bytes:
+            raise _too_large(rules.max_body_bytes)
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """A body whose length was not said is counted as it comes."""
+        received = 0
+
+        async def bounded() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._rules.max_body_bytes:
+                raise _too_large(self._rules.max_body_bytes)
+            return message
+
+        return bounded
+
+
+class _Reply:
+    """request_id: to be put into the headers; None: it is there already."""
+
+    def __init__(self, send: Send, request_id: str | None) -> None:
+        self._send, self._request_id = send, request_id
+        self.started, self.status = False, 500
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started, self.status = True, message["status"]
+            if self._request_id is not None:
+                MutableHeaders(scope=message)["x-request-id"] = self._request_id
+        await self._send(message)
+
+
+async def send_refusal(refusal: Refusal, request_id: str, send: Send) -> None:
+    body = json.dumps(refusal.body(request_id)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if refusal.retry_after_s is not None:
+        headers.append((b"retry-after", str(max(1, round(refusal.retry_after_s))).encode()))
+    if refusal.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _too_large(bound: int) -> RequestRefused:
+    return RequestRefused(413, "body_too_large", f"the body is above {bound} bytes")
+
+
+def _host(value: str) -> str:
+    """Without the port."""
+    if value.startswith("["):
+        return value[1:].partition("]")[0]
+    return value.partition(":")[0]
+
+
+def json_path(location: tuple[Any, ...]) -> str | None:
+    """Where pydantic found a fault, as a path into the body."""
+    parts = [str(part) for part in location if part not in ("body", "query", "header", "path")]
+    return ".".join(parts) or None

@@ -1,0 +1,69 @@
+"""Every exception as the answer that a client gets: `{error: {type, code, message, param, request_id}}`.
+
+Invariant: no traceback and no path of a source file leaves the service; the log holds them under the request id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from pipeline.errors import EngineError, EngineUnavailable, RequestRefused, RolloutError, RowRefused, SwapTimeout, UserError
+
+BUSY_AFTER_S = 2.0
+"""For a replica that is being replaced."""
+
+
+class Fault(BaseModel):
+    type: str
+    """`invalid_request_error`, `authentication_error`, `rate_limit_error` or `server_error`."""
+    code: str
+    """For programs."""
+    message: str
+    param: str | None
+    """The key that is at fault."""
+    request_id: str
+    """Of the line in the log."""
+
+
+class FaultReply(BaseModel):
+    error: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        fault = Fault(type=_type(self.status), code=self.code, message=self.message, param=self.param, request_id=request_id)
+        return FaultReply(error=fault).model_dump()
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    if isinstance(error, RequestRefused):
+        return Refusal(error.status, error.code, error.message, error.param, error.retry_after_s)
+    if isinstance(error, RowRefused):
+        return Refusal(400, "invalid_prompt", str(error))
+    if isinstance(error, EngineUnavailable | SwapTimeout):
+        return Refusal(503, "engine_unavailable", "the engine does not answer now; try again", None, BUSY_AFTER_S)
+    if isinstance(error, EngineError):
+        return Refusal(500, "engine_error", "the engine could not answer; the service's log says why")
+    if isinstance(error, UserError):
+        return Refusal(400, "invalid_request", str(error))
+    if isinstance(error, RolloutError):
+        return Refusal(500, "internal_error", f"{type(error).__name__}; the service's log says more")
+    return Refusal(500, "internal_error", "an unexpected error; the service's log says more")
+
+
+def _type(status: int) -> str:
+    if status in (401, 403):
+        return "authentication_error"
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
