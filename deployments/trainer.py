@@ -14,7 +14,7 @@ from pipeline.engines.weights import WeightStore
 from pipeline.fetcher.catalog import Catalog
 
 
-@forwards("train", "save")
+@forwards("train", "stop")
 class TrainerActor(StageActor):
     """Imports torch when it is built, so that the actor's process answers pings meanwhile. It saves and publishes in the run
     epoch that it was made in, and ends when a resume has begun another."""

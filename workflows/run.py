@@ -40,6 +40,7 @@ FINISHED, STOPPED = 0, 3
 LEFTOVER_S = 10.0
 POLL_S = 1.0
 SAVE_S = 60.0
+INTERRUPTED = "interrupted; `rollout resume` goes on"
 
 
 class Interrupted(StageFailed):
@@ -67,6 +68,7 @@ class Driver:
 
     def run(self) -> Outcome:
         """Run what is left of a run whose ledger exists. Raises the failing stage's own error; the run folder has it too."""
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # until `_pipeline` takes the signals over
         with own_lines_only(self.paths):
             return self._run()
 
@@ -78,13 +80,18 @@ class Driver:
         try:
             outcome = self._with_cluster(proof.pool, facts)
         except Interrupted as stop:
-            self._record("stopped", str(stop))
-            return Outcome(STOPPED, {}, str(stop))
+            return self._stopped(str(stop))
+        except (KeyboardInterrupt, SystemExit):  # a signal while Ray starts or ends; its own handler of SIGTERM raises SystemExit
+            return self._stopped(INTERRUPTED)
         except BaseException as error:
             self._record("failed", f"{type(error).__name__}: {error}")
             raise
         self._record("finished", outcome.reason)
         return outcome
+
+    def _stopped(self, reason: str) -> Outcome:
+        self._record("stopped", reason)
+        return Outcome(STOPPED, {}, reason)
 
     def _with_cluster(self, nodes: tuple, facts: dict[str, Any]) -> Outcome:
         try:
@@ -173,7 +180,7 @@ class Driver:
 
     async def _watch_signals(self) -> NoReturn:
         await self._interrupted.wait()
-        raise Interrupted("driver", "interrupted; `rollout resume` goes on")
+        raise Interrupted("driver", INTERRUPTED)
 
     async def _stop_gracefully(self) -> None:
         """Start nothing new, let what runs end within the grace, save. A second signal cuts it short."""
@@ -190,7 +197,7 @@ class Driver:
     async def _wind_down(self) -> None:
         grace_s = self.config.run.stop_grace_s
         await RemoteStage(self.paths.run_id, "evaluator_pool", grace_s + POLL_S * 10).stop(grace_s)
-        await RemoteStage(self.paths.run_id, "trainer", SAVE_S).save()
+        await RemoteStage(self.paths.run_id, "trainer", SAVE_S).stop()
 
     async def _second_signal(self) -> None:
         while self._signals < 2:

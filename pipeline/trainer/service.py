@@ -94,7 +94,7 @@ class TrainerService:
         self._newest: dict[str, Any] | None = None
         self._skipped_in_row = 0
         self._failure: BaseException | None = None
-        self._started = False
+        self._started = self._stopped = False
         self._asked = 0
         self._finished = 0
 
@@ -126,6 +126,11 @@ class TrainerService:
             self._running[step] = task
             task.add_done_callback(lambda done: self._forget(step, done))
         return await asyncio.shield(task)
+
+    async def stop(self) -> int:
+        """Train nothing more, not even what waits for its groups, and save: a step after this checkpoint would not be in it."""
+        self._stopped = True
+        return await self.save()
 
     async def save(self) -> int:
         """Checkpoint what is in memory, for a graceful stop; waits for a running update. Returns the newest checkpoint's step."""
@@ -174,6 +179,7 @@ class TrainerService:
     async def _advance(self, step: int) -> dict[str, Any]:
         """Make the next version."""
         await self._wait_selectable(step)
+        self._refuse_when_stopped()
         self._asked += 1
         selection = await self._ask(self._buffer.select(step))
         result = await self._update(step, selection)
@@ -281,6 +287,10 @@ class TrainerService:
         if self._failure is not None:
             raise self._failure
 
+    def _refuse_when_stopped(self) -> None:
+        if self._stopped:
+            raise StageFailed("trainer", "was stopped")
+
     async def _recorded(self, step: int) -> dict[str, Any]:
         if self._newest is not None and self._newest["step"] == step:
             return self._newest
@@ -336,6 +346,7 @@ class TrainerService:
     async def _wait_selectable(self, step: int) -> None:
         deadline = self._clock() + self._select_wait_s
         while not await self._ask(self._buffer.wait_selectable(step, POLL_S)):
+            self._refuse_when_stopped()
             if self._clock() >= deadline:
                 raise Stalled("trainer", f"the groups of step {step} did not come within {self._select_wait_s:g} s")
 

@@ -392,6 +392,14 @@ async def test_a_graceful_stop_saves_what_is_in_memory(tmp_path):
         await run.train_to(3, trainer)
         assert await trainer.save() == 3 == await trainer.save()
         assert (await run.state())["trained"] == 12
+        waiting = asyncio.ensure_future(trainer.train(4))
+        await asyncio.sleep(0)
+        await run.produce(4)
+        assert await trainer.stop() == 3
+        with pytest.raises(StageFailed, match="was stopped"):
+            await waiting
+        with pytest.raises(StageFailed, match="was stopped"):
+            await trainer.train(4)
         assert next(checkpoints.complete(run.paths)).covers.keys() == {1, 2, 3}
         await trainer.close()
         with pytest.raises(StageFailed, match="was closed"):
