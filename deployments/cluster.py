@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import ray
+from ray.serve.context import _set_global_client
 
 from deployments.names import NAMESPACE
 from pipeline.buffer.lock import ProcessId
@@ -76,6 +77,7 @@ def stop(paths: RunPaths) -> None:
     """Shut Ray down and end what is left of it, by pid."""
     mine = processes()
     ray.shutdown()
+    _set_global_client(None)  # Serve keeps its controller's handle, and a later Ray of this process would be asked for that actor
     end(mine, grace_s=5.0)
     shutil.rmtree(temporary_folder(paths), ignore_errors=True)
 

@@ -1,0 +1,98 @@
+"""What the pipeline costs on top of its engine: the same requests through a whole run, and to the bare engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pipeline.buffer.lock import RunLock
+from pipeline.buffer.schema import create_run
+from pipeline.cli.runs import create_run_folder
+from pipeline.config.loading import read_config
+from pipeline.config.schema import RunConfig
+from pipeline.engines.base import Engine, GenerateRequest, Version
+from pipeline.engines.renderer import ChatRenderer
+from pipeline.engines.weights import WeightStore
+from pipeline.fetcher.catalog import Catalog
+from pipeline.paths import RunPaths
+from pipeline.records import sample_seed
+from workflows.run import Driver
+
+SCRIPTED = (
+    "engine.kind=scripted", "engine.slots=64", "engine.script.seconds=1.0", "rollout.tasks_per_step=128", "trainer.steps=2",
+    "eval.items=1",
+)  # fmt: skip
+"""64 slots, 1 s a request, 512 requests a step: 8 s for the bare engine."""
+TORCH = ("trainer.steps=12", "eval.items=1")
+ON_POLICY = ("algorithm.name=grpo", "rollout.max_staleness=0", "eval.every=0", "eval.teacher=false", "observe.bars=false")
+"""Without a teacher, and with no training beside the rollouts: the rollouts have the machine."""
+WARM = 1
+"""Steps left out of the figures: the first loads what later ones find loaded."""
+
+
+def measure(path: Path, overrides: tuple[str, ...], root: Path, name: str) -> dict[str, Any]:
+    """Median seconds of rollout[k] in a run of `path`, and of the bare engine with the requests of the same steps."""
+    loaded = read_config(path, [*ON_POLICY, *overrides])
+    paths = create_run_folder(root, loaded, name, datetime.now())
+    started = time.time()
+    create_run(paths, {"steps": loaded.config.trainer.steps, "started_at": started})
+    config = read_config(paths.config).config
+    with RunLock(paths) as lock:
+        Driver(paths, config, lock, started).run()
+    rollouts = rollout_seconds(paths)
+    bare = asyncio.run(_bare(config, paths))
+    pipeline_s, engine_s = statistics.median(rollouts[WARM:]), statistics.median(bare[WARM:])
+    return {"pipeline_s": pipeline_s, "engine_s": engine_s, "over_engine": engine_s / pipeline_s}
+
+
+def rollout_seconds(paths: RunPaths) -> list[float]:
+    """Of rollout[1], rollout[2], ..., from log/nodes.jsonl."""
+    times: dict[str, dict[str, float]] = {}
+    for line in paths.nodes.read_text().splitlines():
+        event = json.loads(line)
+        if event["node"].startswith("rollout["):
+            times.setdefault(event["node"], {})[event["event"]] = event["t"]
+    ordered = sorted(times.values(), key=lambda node: node["started"])
+    return [node["done"] - node["started"] for node in ordered]
+
+
+async def _bare(config: RunConfig, paths: RunPaths) -> list[float]:
+    """Seconds of each step's requests, a call a group, all at the same time."""
+    weights = WeightStore(paths.weights)
+    published = weights.latest()
+    if published is None:
+        raise AssertionError("the run published weights")
+    renderer, catalog = ChatRenderer.load(published.path), Catalog(config)
+    engine = _engine(config, published.path)
+    seconds = []
+    for step in range(config.trainer.steps):
+        first = step * config.rollout.tasks_per_step
+        tasks = [catalog.task(first + slot) for slot in range(config.rollout.tasks_per_step)]
+        started = time.perf_counter()
+        await asyncio.gather(*(engine.generate(_requests(renderer, task), Version()) for task in tasks))
+        seconds.append(time.perf_counter() - started)
+    await engine.close()
+    return seconds
+
+
+def _requests(renderer: ChatRenderer, task: Any) -> list[GenerateRequest]:
+    prompt = renderer.render(task.messages)
+    return [
+        GenerateRequest(f"{task.ordinal}.{index}.0", prompt, task.sampling, sample_seed(task, index, 0))
+        for index in range(task.samples)
+    ]
+
+
+def _engine(config: RunConfig, folder: Path) -> Engine:
+    if config.engine.kind == "scripted":
+        from pipeline.engines.scripted import ScriptedEngine
+
+        return ScriptedEngine(config.engine, None, folder)
+    from pipeline.engines.torch_engine import TorchEngine
+
+    return TorchEngine(folder, None, config.engine, dtype=config.student.dtype)
