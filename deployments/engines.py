@@ -12,7 +12,8 @@ from deployments.hosting import log_to_file
 from deployments.names import ENGINE_DEPLOYMENT
 from pipeline.config.loading import read_config
 from pipeline.config.schema import RunConfig
-from pipeline.engines.base import Completion, Engine, EngineInfo, GenerateRequest, ScoredRow, ScoreRow, Signal, Version
+from pipeline.engines.base import Completion, EngineInfo, GenerateRequest, ScoredRow, ScoreRow, Signal, Version
+from pipeline.engines.opening import open_student
 from pipeline.engines.weights import Published, WeightStore
 from pipeline.errors import EngineError
 from pipeline.fetcher.catalog import Catalog
@@ -58,7 +59,7 @@ class StudentEngine(_EngineReplica):
         config = read_config(paths.config).config
         weights = WeightStore(paths.weights)
         published = await _first_weights(weights, config.run.start_timeout_s)
-        self.engine = await asyncio.to_thread(student_engine, config, published.path, weights)
+        self.engine = await asyncio.to_thread(open_student, config, published.path, weights)
 
 
 @serve.deployment(**OPTIONS)
@@ -79,17 +80,6 @@ async def _first_weights(weights: WeightStore, timeout_s: float) -> Published:
     except TimeoutError as error:
         raise EngineError(f"no weights were published within {timeout_s:.0f} s (run.start_timeout_s)") from error
     return published
-
-
-def student_engine(config: RunConfig, folder: Path, weights: WeightStore | None, version: int = 0) -> Engine:
-    """Of the newest published weights; without `weights`, of the folder, as this version."""
-    if config.engine.kind == "scripted":
-        from pipeline.engines.scripted import ScriptedEngine
-
-        return ScriptedEngine(config.engine, weights, folder, version)
-    from pipeline.engines.torch_engine import TorchEngine
-
-    return TorchEngine(folder, weights, config.engine, dtype=config.student.dtype, version=version)
 
 
 def _teacher(config: RunConfig, alias: str, cache: Path) -> Any:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from ray import serve
 
-from deployments.engines import OPTIONS, student_engine
+from deployments.engines import OPTIONS
 from deployments.hosting import log_to_file
 from deployments.names import MODELS_DEPLOYMENT
 from pipeline.engines.base import Completion, Engine, EngineInfo, GenerateRequest, ScoredRow, ScoreRow, Signal, Version
+from pipeline.engines.opening import open_student
 from pipeline.importing import add_code_folder
 from pipeline.service.arguments import Settings
 from pipeline.service.loaded import LoadedEngines
@@ -36,10 +37,10 @@ class ModelsReplica:
         live = self._models.live()
         published = self._models.weights is not None and self._models.weights.latest() is not None
         weights = self._models.weights if published else None
-        self._live = await asyncio.to_thread(student_engine, self._config, live.folder, weights, live.version)
+        self._live = await asyncio.to_thread(open_student, self._config, live.folder, weights, live.version)
         self._fixed = None if published else (weights_key(live.folder), live.version)
         """What the live engine holds for ever, when no run publishes to it."""
-        self._loaded = LoadedEngines(lambda folder, version: student_engine(self._config, folder, None, version), KEPT_ENGINES)
+        self._loaded = LoadedEngines(lambda folder, version: open_student(self._config, folder, None, version), KEPT_ENGINES)
         logging.getLogger("models").info("live: %s, version %d", live.folder, live.version)
 
     async def open(self, name: str) -> tuple[Model, EngineInfo]:
