@@ -55,7 +55,7 @@ async def run_windows(config: RunConfig, paths: RunPaths, buffer: Ledger, facts:
             window = interrupted
         else:
             number += 1
-            window = Window(number, done + 1, max(done, min(done + config.run.window_steps, config.trainer.steps)))
+            window = Window(number, recorded["first_open"], max(done, min(done + config.run.window_steps, config.trainer.steps)))
             await buffer.set_run(
                 "running",
                 workflow_id=window.workflow_id(paths.run_id),

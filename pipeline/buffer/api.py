@@ -181,8 +181,9 @@ class BufferClient(Protocol):
         ...
 
     async def steps(self) -> dict[str, Any]:
-        """`{trained_step, checkpoint_step, checkpoint_path, results: {step: metrics}, selections: {step: [ordinals]}}`
-        where trained_step is the newest recorded step and selections holds the steps after the last but one checkpoint."""
+        """`{trained_step, first_open, checkpoint_step, checkpoint_path, results: {step: metrics}, selections: {step: [ordinals]}}`
+        where trained_step is the newest recorded step, first_open the first that is not trained or whose rollout has not ended
+        (a workflow that has lost its storage begins there), and selections holds the steps after the last but one checkpoint."""
         ...
 
     async def status(self) -> dict[str, Any]:

@@ -71,11 +71,19 @@ def steps(db: sqlite3.Connection) -> dict[str, Any]:
     selections = db.execute("SELECT step, ordinals FROM selections WHERE step > ? ORDER BY step", (safe_step(db),))
     return {
         "trained_step": trained_step(db),
+        "first_open": _first_open(db),
         "checkpoint_step": newest["step"] if newest else 0,
         "checkpoint_path": newest["path"] if newest else None,
         "results": results(db),
         "selections": {row["step"]: json.loads(row["ordinals"]) for row in selections},
     }
+
+
+def _first_open(db: sqlite3.Connection) -> int:
+    """Samplers that take groups of any step may train a step while the rollout of an earlier one still goes on."""
+    unclosed = db.execute("SELECT min(step) FROM steps WHERE closed = 0").fetchone()[0]
+    following = trained_step(db) + 1
+    return following if unclosed is None else min(unclosed, following)
 
 
 def trained_step(db: sqlite3.Connection) -> int:

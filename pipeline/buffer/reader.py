@@ -48,9 +48,13 @@ def read_run_epoch(paths: RunPaths) -> int:
 
 def run_fence(paths: RunPaths, epoch: int) -> Callable[[], None]:
     """A check that raises FencedOut once a newer run epoch than `epoch` has begun, for whoever writes to the run folder itself."""
+    db = open_reader(paths.database)
 
     def check() -> None:
-        newest = read_run_epoch(paths)
+        try:
+            newest = get_meta(db, "run_epoch")
+        except sqlite3.Error as error:
+            raise StoreError(f"{paths.database} cannot be read: {error}") from error
         if newest != epoch:
             raise FencedOut(
                 f"run {paths.run_id} is in run epoch {newest}, this process belongs to {epoch}: nothing more of it counts"

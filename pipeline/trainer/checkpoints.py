@@ -13,6 +13,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def save(
             "step": step,
             "epoch": epoch,
             "covers": {str(covered): [int(ordinal) for ordinal in ordinals] for covered, ordinals in covers.items()},
-            "versions": {name: version_of(name) for name in ("torch", "transformers")},
+            "versions": _versions(),
             "files": {file.name: _describe(file) for file in _files(aside)},
         }
         (aside / MANIFEST).write_text(json.dumps(record, indent=1))
@@ -156,6 +157,11 @@ def _describe(file: Path) -> dict[str, Any]:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {name: version_of(name) for name in ("torch", "transformers")}
 
 
 def _aside(paths: RunPaths) -> Path:

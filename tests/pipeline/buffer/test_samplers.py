@@ -194,3 +194,17 @@ async def test_wait_capacity_is_refused_when_it_never_can_be(tmp_path):
     async with opened(new_run(tmp_path)) as buffer:
         with pytest.raises(CapacityFull, match=r"buffer.capacity is 4"):
             await buffer.assign(1, 5, None)
+
+
+async def test_a_step_whose_rollout_goes_on_is_open_although_a_later_one_is_trained(tmp_path):
+    async with opened(new_run(tmp_path), make_settings(sampler="ready_first")) as buffer:
+        assert (await buffer.steps())["first_open"] == 1
+        first = [slot.ordinal for slot in await buffer.assign(1, 2, None)]
+        await roll_out(buffer, first[0], 1)
+        await fill_step(buffer, 2)
+        await buffer.select(1)
+        await buffer.record_step(1, {})
+        assert (await buffer.steps())["first_open"] == 1, "a straggler of step 1 is still to be rolled out"
+        await roll_out(buffer, first[1], 1)
+        await buffer.close_rollout(1)
+        assert (await buffer.steps())["first_open"] == 2
