@@ -25,6 +25,7 @@ from pipeline.engines.renderer import ChatRenderer
 from pipeline.evaluator.spec import PlacementToken, specs_from_config
 from pipeline.evaluator.worker import EvaluatorWorker
 from pipeline.fetcher.catalog import Catalog
+from pipeline.heap import tune_collector
 from pipeline.paths import RunPaths
 from pipeline.records import Sample, StepContext, Task
 from pipeline.teacher.routing import teacher_groups
@@ -55,6 +56,7 @@ class EvaluatorWorkerActor:
         for group in teacher_groups(config):
             engines |= {alias: teacher_app(self.paths.run_id, group.name) for alias in group.aliases}
         specs = specs_from_config(config)
+        tune_collector()
         return {
             player: EvaluatorWorker(config, renderer, RemoteEngine(app, ENGINE_DEPLOYMENT, deadline_s), specs, self.node)
             for player, app in engines.items()

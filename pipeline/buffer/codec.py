@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 import msgpack
@@ -49,7 +49,7 @@ def encode_group(group: Group) -> bytes:
         "step": group.step,
         "attempt": group.attempt,
         "weight_version": group.weight_version,
-        "task": asdict(group.task),
+        "task": _fields(group.task) | {"sampling": _fields(group.task.sampling), "stopping": _fields(group.task.stopping)},
         "samples": [_scalars(sample) for sample in group.samples],
         "lengths": [len(sample.token_ids) for sample in group.samples],
     }
@@ -66,6 +66,11 @@ def decode_group(data: Buffer) -> Group:
         weight_version=head["weight_version"],
         samples=_samples(head, body),
     )
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """Not `asdict`, which copies deep."""
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
 
 
 def encode_sample(sample: Sample) -> bytes:

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from pipeline.evaluator.nursery import nursery
+from pipeline.evaluator.nursery import together
 from pipeline.evaluator.placement import PlacementPool
 from pipeline.evaluator.spec import PlacementToken
 from pipeline.records import Task
@@ -95,8 +95,6 @@ class Evaluator:
             on_task_done(task, outcome)
 
         try:
-            async with nursery() as group:
-                for task in tasks:
-                    group.create_task(one(task), name=f"group {task.ordinal}")
+            await together((f"group {task.ordinal}", one(task)) for task in tasks)
         finally:
             self.local.close()

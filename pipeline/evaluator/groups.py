@@ -20,7 +20,7 @@ from pipeline.evaluation.summary import versions_of
 from pipeline.evaluator.breaker import Breaker
 from pipeline.evaluator.evaluator import LocalPool
 from pipeline.evaluator.ledger_calls import settled
-from pipeline.evaluator.nursery import nursery
+from pipeline.evaluator.nursery import together
 from pipeline.evaluator.saved import NOT_SAVED, SavedTrajectories
 from pipeline.evaluator.spec import EvaluatorSpec, PlacementToken
 from pipeline.evaluator.workers import NodeGone, WorkerLost, Workers
@@ -157,10 +157,8 @@ class GroupRunner:
 
         if not missing:
             local.give(first)
-        async with nursery() as group:
-            for start in range(0, len(missing), size):
-                indices = missing[start : start + size]
-                group.create_task(chunk(indices, None if start else first), name=f"samples {task.ordinal}.{indices[0]}")
+        chunks = [(missing[start : start + size], None if start else first) for start in range(0, len(missing), size)]
+        await together((f"samples {task.ordinal}.{indices[0]}", chunk(indices, held)) for indices, held in chunks)
         return [samples[index] for index in range(task.samples)]
 
     def _keeps_samples(self, task: Task) -> bool:

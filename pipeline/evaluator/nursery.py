@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
+from typing import Any
 
 
 @asynccontextmanager
@@ -18,6 +19,17 @@ async def nursery() -> AsyncIterator[asyncio.TaskGroup]:
         failure = _first(errors)
     if failure is not None:  # outside of `except`, which would make the group its context
         raise failure
+
+
+async def together(jobs: Iterable[tuple[str, Coroutine[Any, Any, None]]]) -> None:
+    """All jobs, by name, as in a nursery; a single one needs no task of its own."""
+    named = list(jobs)
+    if len(named) == 1:
+        await named[0][1]
+        return
+    async with nursery() as group:
+        for name, job in named:
+            group.create_task(job, name=name)
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:

@@ -38,7 +38,7 @@ from pipeline.records import Batch, Group, Sample, StepContext, Task
 
 log = logging.getLogger("evaluator")
 
-LOOK_AHEAD = 12
+LOOK_AHEAD = 8
 """Batches of one step that wait for admission at the same time: enough to pack well, few enough to keep every wait short."""
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pipeline.buffer.api import Attempt
 from pipeline.errors import StageFailed
-from pipeline.evaluator.nursery import nursery
+from pipeline.evaluator.nursery import together
 from pipeline.evaluator.placement import PlacementPool
 from pipeline.evaluator.spec import EvaluatorSpec, PlacementToken
 from pipeline.evaluator.worker import GRACE_S, WorkerClient
@@ -82,38 +82,34 @@ class Workers:
 
         Raises WorkerLost, NodeGone, StageFailed (no worker is left), or what the worker raised.
         """
-        parts: dict[_Member, list[tuple[int, PlacementToken]]] = {}
-        anywhere = min(self._usable(None), key=lambda member: member.running)
+        by_node: dict[str | None, list[tuple[int, PlacementToken]]] = {}
         for index, token in zip(indices, tokens, strict=True):
             # what asks for nothing is bound to no node, and one group is best played by one worker
             bound = token.gpu or token.cpu or token.memory_gb
-            member = min(self._usable(token.node), key=lambda member: member.running) if bound else anywhere
-            parts.setdefault(member, []).append((index, token))
+            by_node.setdefault(token.node if bound else None, []).append((index, token))
+        parts = [(self._least_busy(node), units) for node, units in by_node.items()]
         samples: dict[int, Sample] = {}
 
         async def part(member: _Member, units: list[tuple[int, PlacementToken]]) -> None:
             for sample in await self._ask(member, spec, task, units, attempt, context):
                 samples[sample.index] = sample
 
-        async with nursery() as group:
-            for member, units in parts.items():
-                group.create_task(part(member, units), name=f"samples of {task.ordinal} on {member.client.node}")
+        await together((f"samples of {task.ordinal} on {member.client.node}", part(member, units)) for member, units in parts)
         missing = [index for index in indices if index not in samples]
         if missing:
             raise RuntimeError(f"the worker returned no sample {missing} of ordinal {task.ordinal}")
         return [samples[index] for index in indices]
 
-    def _usable(self, node: str | None) -> list[_Member]:
+    def _least_busy(self, node: str | None) -> _Member:
+        """Of the node, or of all."""
         alive = [member for member in self._members if not member.given_up]
         if not alive:
             deaths = f"every evaluator worker died more than {self._max_deaths} times in a row (run.max_actor_restarts)"
             raise StageFailed(STAGE, f"{deaths}; the last one: {self._last}") from self._last
-        if node is None:
-            return alive
-        here = [member for member in alive if member.client.node == node]
+        here = alive if node is None else [member for member in alive if member.client.node == node]
         if not here:
             raise NodeGone(f"node {node} has no evaluator worker any more")
-        return here
+        return min(here, key=lambda member: member.running)
 
     async def _ask(
         self,

@@ -22,9 +22,10 @@ class Letters:
         return "".join(map(chr, token_ids))
 
 
-def make_episode(script, index=0, attempt=0, stopping=Stopping()):
+def make_episode(script, index=0, attempt=0, stopping=None):
     task = Task(
-        5, "w/5", "w", "single_turn", (("user", "hi"),), "ih", "exact", 2, Sampling(), stopping, 7, metadata={"script": script}
+        5, "w/5", "w", "single_turn", (("user", "hi"),), "ih", "exact", 2, Sampling(), stopping or Stopping(), 7,
+        metadata={"script": script},
     )  # fmt: skip
     return Episode(task, index, StepContext(4, min_version=2), None, Letters(), attempt)
 
