@@ -6,6 +6,7 @@ Long work (a rollout, a training step) has no bound on its total time; it is bou
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from deployments.multiplex import Answer, Call, Multiplexer, RemoteTraceback
 from deployments.names import NAMESPACE, actor_name
 from pipeline.errors import EngineUnavailable, RolloutError, StageFailed
 
@@ -31,10 +33,6 @@ UNANSWERED_PINGS = 6
 """This many pings in a row without an answer: the stage is taken for dead."""
 
 DEATHS = (ActorDiedError, ActorUnavailableError, RayActorError, WorkerCrashedError)
-
-
-class RemoteTraceback(Exception):
-    """The traceback of another process, as text; the cause of what is raised here."""
 
 
 def unwrap(error: BaseException, stage: str) -> BaseException:
@@ -60,8 +58,8 @@ def first_line(error: BaseException) -> str:
 class RemoteStage:
     """A stage actor seen from another process: `await stage.method(...)` with the default deadline.
 
-    Calls are retried by Ray over a restart of the actor (`max_task_retries=-1`), which is safe because every mutating
-    method takes an id.
+    Calls that are made at the same moment are one request. A request is retried by Ray over a restart of the actor
+    (`max_task_retries=-1`), which is safe because every mutating method takes an id.
     """
 
     def __init__(self, run_id: str, stage: str, deadline_s: float = CALL_S) -> None:
@@ -69,22 +67,24 @@ class RemoteStage:
         self._stage = stage
         self._deadline_s = deadline_s
         self._handle: Any = None
+        self._calls = Multiplexer(self._carry)
 
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
             raise AttributeError(method)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            return await self._call(method, self._deadline_s, args, kwargs)
+            return await self._calls.call(method, args, kwargs)
 
         return call
 
-    async def _call(self, method: str, deadline_s: float, args: tuple, kwargs: dict) -> Any:
-        reference = getattr(self.handle(), method).remote(*args, **kwargs)
+    async def _carry(self, calls: list[Call]) -> AsyncIterator[list[Answer]]:
+        reference = self.handle().answer.remote(calls)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(reference.future()), deadline_s)
+            yield await asyncio.wait_for(asyncio.wrap_future(reference.future()), self._deadline_s)
         except TimeoutError as error:
-            raise TimeoutError(f"{self._stage}.{method} did not answer within {deadline_s:.0f} s") from error
+            names = ", ".join(sorted({method for method, _, _ in calls}))
+            raise TimeoutError(f"{self._stage}.{names} did not answer within {self._deadline_s:.0f} s") from error
         except RayError as error:
             remote = unwrap(error, self._stage)
             raise remote from remote.__cause__
@@ -141,14 +141,17 @@ class RemoteDeployment:
                 await asyncio.sleep(wait_s)
         return await self.call(method, *args, deadline_s=deadline_s)
 
-    async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
-        """What nobody waits for any more, the replica is told to leave."""
+    def handle(self) -> Any:
         from ray import serve
 
         if self._handle is None:
             self._handle = serve.get_deployment_handle(self._deployment, app_name=self._app)
+        return self._handle
+
+    async def call(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+        """What nobody waits for any more, the replica is told to leave."""
         seconds = self._deadline_s if deadline_s is None else deadline_s
-        response = getattr(self._handle, method).remote(*args)
+        response = getattr(self.handle(), method).remote(*args)
         try:
             return await asyncio.wait_for(response, seconds)
         except TimeoutError as error:
@@ -187,6 +190,33 @@ class RemoteEngine(RemoteDeployment):
         """The deployment ends with its application."""
 
 
+class EngineCalls(RemoteEngine):
+    """A RemoteEngine whose calls travel together. lanes: replicas, so that each gets its share."""
+
+    def __init__(self, app: str, deployment: str, deadline_s: float, lanes: int) -> None:
+        super().__init__(app, deployment, deadline_s)
+        self._calls = Multiplexer(self._carry, lanes)
+
+    async def generate(self, requests: list, version: Any) -> list:
+        return await self._calls.call(requests, version)
+
+    async def _carry(self, calls: list[Call]) -> AsyncIterator[list[Answer]]:
+        """The deadline is on progress: the next answer of the request."""
+        response = self.handle().options(stream=True).generate_all.remote(calls)
+        try:
+            while True:
+                yield await asyncio.wait_for(anext(response), self._deadline_s)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise EngineUnavailable(f"{self._app}: no answer of {len(calls)} calls within {self._deadline_s:.0f} s") from error
+        except RayError as error:
+            remote = unwrap(error, self._app)
+            raise EngineUnavailable(f"{self._app}.generate: {first_line(remote)}") from remote
+        finally:
+            response.cancel()
+
+
 class RemoteWorker:
     """An EvaluatorWorker's actor, as `pipeline.evaluator.worker.WorkerClient`. Not retried: its death is a lost attempt."""
 
@@ -195,19 +225,32 @@ class RemoteWorker:
         self._name = stage
         self._stage = RemoteStage(run_id, stage)
         self._player = player
+        self._calls = Multiplexer(self._carry)
 
     async def run_samples(self, *args: Any) -> list:
         """Bounded by the phases' deadlines in the worker, and by pings: a worker that answers none is gone."""
-        reference = self._stage.handle().run_samples.remote(*args, player=self._player)
-        result = asyncio.wrap_future(reference.future())
+        return await self._calls.call(*args, self._player)
+
+    async def _carry(self, calls: list[Call]) -> AsyncIterator[list[Answer]]:
+        handle = self._stage.handle()
+        stream = handle.play_all.options(num_returns="streaming").remote(calls)
         try:
-            while not (await asyncio.wait({result}, timeout=PING_S))[0]:
-                await self._stage.ping()
-            return result.result()
+            while True:
+                reference = await self._alive(handle, asyncio.ensure_future(anext(stream)))
+                yield await asyncio.wait_for(reference, CALL_S)
+        except StopAsyncIteration:
+            return
         except RayError as error:
             remote = unwrap(error, self._name)
             raise remote from remote.__cause__
         except TimeoutError as error:
             raise ConnectionError(f"worker {self.node} does not answer") from error
+
+    async def _alive(self, handle: Any, result: asyncio.Future[Any]) -> Any:
+        """The result, however long it takes, as long as the worker answers pings."""
+        try:
+            while not (await asyncio.wait({result}, timeout=PING_S))[0]:
+                await asyncio.wait_for(asyncio.wrap_future(handle.ping.remote().future()), CALL_S)
+            return result.result()
         finally:
             result.cancel()

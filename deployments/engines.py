@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from ray import serve
 
 from deployments.hosting import log_to_file
+from deployments.multiplex import Answer, Call, answers
 from deployments.names import ENGINE_DEPLOYMENT
 from pipeline.config.loading import read_config
 from pipeline.config.schema import RunConfig
@@ -42,6 +44,11 @@ class _EngineReplica:
 
     async def generate(self, requests: list[GenerateRequest], version: Version) -> list[Completion]:
         return await self.engine.generate(requests, version)
+
+    async def generate_all(self, calls: list[Call]) -> AsyncIterator[list[Answer]]:
+        """Several `generate` at the same time; each is answered when it is done."""
+        async for part in answers(calls, self.engine.generate):
+            yield part
 
     async def score(self, rows: list[ScoreRow], signal: Signal, top_k: int) -> list[ScoredRow]:
         return await self.engine.score(rows, signal, top_k)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from deployments.calls import RemoteEngine, unwrap
+from deployments.calls import EngineCalls, unwrap
 from deployments.hosting import log_to_file
+from deployments.multiplex import Answer, Call, answers
 from deployments.names import ENGINE_DEPLOYMENT, student_app, teacher_app
 from deployments.placement import demand, in_bundle
 from deployments.witness import append_line
@@ -52,15 +53,13 @@ class EvaluatorWorkerActor:
         folder = await asyncio.to_thread(_tokenizer, config, catalog, self.paths.cache)
         renderer = ChatRenderer.load(folder)
         deadline_s = config.engine.call_timeout_s
-        engines = {"student": student_app(self.paths.run_id)}
+        engines = {"student": EngineCalls(student_app(self.paths.run_id), ENGINE_DEPLOYMENT, deadline_s, config.engine.replicas)}
         for group in teacher_groups(config):
-            engines |= {alias: teacher_app(self.paths.run_id, group.name) for alias in group.aliases}
+            engine = EngineCalls(teacher_app(self.paths.run_id, group.name), ENGINE_DEPLOYMENT, deadline_s, group.replicas)
+            engines |= dict.fromkeys(group.aliases, engine)
         specs = specs_from_config(config)
         tune_collector()
-        return {
-            player: EvaluatorWorker(config, renderer, RemoteEngine(app, ENGINE_DEPLOYMENT, deadline_s), specs, self.node)
-            for player, app in engines.items()
-        }
+        return {player: EvaluatorWorker(config, renderer, engine, specs, self.node) for player, engine in engines.items()}
 
     async def ready(self) -> int:
         await asyncio.shield(self._started)
@@ -68,6 +67,11 @@ class EvaluatorWorkerActor:
 
     async def ping(self) -> int:
         return os.getpid()
+
+    async def play_all(self, calls: list[Call]) -> AsyncIterator[list[Answer]]:
+        """Several `run_samples` at the same time; each is answered when it is done."""
+        async for part in answers(calls, self.run_samples):
+            yield part
 
     async def run_samples(
         self,

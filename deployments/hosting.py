@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.calls import RemoteStage
+from deployments.multiplex import Answer, Call, answers
 from deployments.witness import append_line
 from pipeline.buffer.api import StageReport
 from pipeline.config.loading import read_config
@@ -54,6 +55,13 @@ class StageActor:
 
     async def ping(self) -> int:
         return os.getpid()
+
+    async def answer(self, calls: list[Call]) -> list[Answer]:
+        """Several calls (method, positional, keyword arguments) in one request; one that fails does not touch the others."""
+        return [answer async for part in answers(calls, self._call) for answer in part]
+
+    async def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return await getattr(self, method)(*args, **kwargs)
 
     async def node(self, name: str, method: str, *args: Any) -> Any:
         """Do a workflow node's work; its beginning and its end are noted in log/nodes.jsonl."""

@@ -9,7 +9,8 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError, WorkerCrashedError
 
 from deployments import calls
-from deployments.calls import RemoteStage, RemoteTraceback, RemoteWorker, node_call, unwrap
+from deployments.calls import RemoteStage, RemoteWorker, node_call, unwrap
+from deployments.multiplex import Answer, RemoteTraceback, failure
 from pipeline.errors import EngineError, LateCommit, StageFailed, abort_reason, root_cause
 
 
@@ -93,20 +94,29 @@ def stage(handle: Handle, name: str = "fetcher", deadline_s: float = 60.0) -> Re
 
 
 async def test_a_call_returns_what_the_stage_returned():
-    handle = Handle(tasks=Method([1, 2]))
+    handle = Handle(answer=Method([Answer(0, [1, 2])]))
     assert await stage(handle).tasks([3], key=4) == [1, 2]
-    assert handle.tasks.calls == [(([3],), {"key": 4})]
+    assert handle.answer.calls == [(([("tasks", ([3],), {"key": 4})],), {})]
 
 
-async def test_a_call_raises_what_the_stage_raised():
-    with pytest.raises(LateCommit, match="over"):
-        await stage(Handle(commit=Method(remote(LateCommit("over"))))).commit()
+async def test_calls_of_one_moment_are_one_request_and_fail_each_for_itself():
+    handle = Handle(answer=Method([failure(1, LateCommit("over")), Answer(0, "kept")]))
+    buffer = stage(handle)
+    kept, refused = await asyncio.gather(buffer.commit(1), buffer.commit(2), return_exceptions=True)
+    assert kept == "kept" and isinstance(refused, LateCommit)
+    assert "LateCommit: over" in str(refused.__cause__)
+    assert len(handle.answer.calls) == 1
+
+
+async def test_a_call_raises_what_the_whole_request_met():
+    with pytest.raises(ConnectionError, match="fetcher died"):
+        await stage(Handle(answer=Method(ActorDiedError()))).commit()
 
 
 @pytest.mark.looptime
 async def test_a_call_that_is_not_answered_ends_and_names_stage_method_and_deadline():
     with pytest.raises(TimeoutError, match=r"fetcher\.tasks did not answer within 60 s"):
-        await stage(Handle(tasks=Method(...))).tasks()
+        await stage(Handle(answer=Method(...))).tasks()
     assert asyncio.get_running_loop().time() == pytest.approx(60)
 
 
@@ -115,29 +125,69 @@ def test_names_of_the_interpreter_are_no_calls():
         stage(Handle()).__deepcopy__  # noqa: B018
 
 
+class Stream:
+    """Answers of a worker, one request's; a Future-like `...` never comes."""
+
+    def __init__(self, *parts) -> None:
+        self.parts = list(parts)
+
+    def options(self, **_):
+        return self
+
+    def remote(self, calls):
+        self.calls = calls
+        return self
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        if not self.parts:
+            raise StopAsyncIteration
+        part = self.parts.pop(0)
+        if part is ...:
+            await asyncio.Event().wait()
+        if isinstance(part, Exception):
+            raise part
+        return _ready(part)
+
+
+async def _ready(part):
+    return part
+
+
+def worker(stream: Stream, pings: Method | None = None) -> RemoteWorker:
+    made = RemoteWorker("r", "evaluator_worker_0", "local")
+    made._stage = stage(Handle(play_all=stream, ping=pings or Method(1)), "evaluator_worker_0")
+    return made
+
+
+async def test_groups_go_to_a_worker_together_and_come_back_one_by_one():
+    stream = Stream([Answer(1, ["b"])], [failure(0, EngineError("no memory"))])
+    client = worker(stream)
+    first, second = await asyncio.gather(client.run_samples("task 0"), client.run_samples("task 1"), return_exceptions=True)
+    assert isinstance(first, EngineError) and second == ["b"]
+    assert stream.calls == [("task 0", "student"), ("task 1", "student")]
+
+
 @pytest.mark.looptime
 async def test_a_worker_is_waited_for_as_long_as_it_answers_pings():
-    pings = Method(1, 1, 1, remote(RuntimeError("x")))
-    worker = RemoteWorker("r", "evaluator_worker_0", "local")
-    worker._stage = stage(Handle(run_samples=Method(...), ping=pings), "evaluator_worker_0")
     with pytest.raises(RuntimeError):
-        await worker.run_samples()
+        await worker(Stream(...), Method(1, 1, 1, remote(RuntimeError("x")))).run_samples()
     assert asyncio.get_running_loop().time() == pytest.approx(4 * calls.PING_S)
 
 
 @pytest.mark.looptime
 async def test_a_worker_that_answers_no_ping_is_gone():
-    worker = RemoteWorker("r", "evaluator_worker_0", "local")
-    worker._stage = stage(Handle(run_samples=Method(...), ping=Method(...)), "evaluator_worker_0")
     with pytest.raises(ConnectionError, match="worker local does not answer"):
-        await worker.run_samples()
+        await worker(Stream(...), Method(...)).run_samples()
 
 
-async def test_a_worker_that_died_is_a_lost_connection():
-    worker = RemoteWorker("r", "evaluator_worker_0", "local")
-    worker._stage = stage(Handle(run_samples=Method(ActorDiedError())), "evaluator_worker_0")
-    with pytest.raises(ConnectionError, match="evaluator_worker_0 died"):
-        await worker.run_samples()
+async def test_a_worker_that_died_is_a_lost_connection_for_every_call_that_is_left():
+    client = worker(Stream([Answer(0, ["a"])], ActorDiedError()))
+    first, second = await asyncio.gather(client.run_samples(), client.run_samples(), return_exceptions=True)
+    assert first == ["a"]
+    assert isinstance(second, ConnectionError) and str(second).startswith("evaluator_worker_0 died")
 
 
 class PlayedRay:

@@ -1,0 +1,98 @@
+"""Many calls in one request: who is answered when, and what a fault costs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from deployments.multiplex import Multiplexer, answers
+from pipeline.errors import StageFailed
+
+pytestmark = pytest.mark.looptime
+
+
+def over(play, lanes: int = 1) -> tuple[Multiplexer, list[int]]:
+    """Both sides without a process between them, and the size of each request."""
+    requests: list[int] = []
+
+    async def carry(calls):
+        requests.append(len(calls))
+        async for part in answers(calls, play):
+            yield part
+
+    return Multiplexer(carry, lanes), requests
+
+
+async def sleeps(seconds: float) -> float:
+    await asyncio.sleep(seconds)
+    return seconds
+
+
+async def test_a_short_call_does_not_wait_for_a_long_one():
+    calls, requests = over(sleeps)
+    loop = asyncio.get_running_loop()
+    long = asyncio.ensure_future(calls.call(100.0))
+    assert await calls.call(1.0) == 1.0
+    assert loop.time() == pytest.approx(1.0) and not long.done()
+    assert await long == 100.0 and loop.time() == pytest.approx(100.0)
+    assert requests == [2]
+
+
+async def test_calls_are_spread_over_the_lanes():
+    calls, requests = over(sleeps, lanes=3)
+    await asyncio.gather(*(calls.call(1.0) for _ in range(8)))
+    assert sorted(requests) == [2, 3, 3]
+
+
+async def test_one_that_raises_or_cancels_itself_leaves_the_others():
+    async def play(kind: str) -> str:
+        if kind == "raises":
+            raise ValueError("odd")
+        if kind == "cancels":
+            raise asyncio.CancelledError
+        return kind
+
+    calls, _ = over(play)
+    found = await asyncio.gather(*(calls.call(kind) for kind in ("raises", "cancels", "fine")), return_exceptions=True)
+    assert isinstance(found[0], ValueError) and isinstance(found[1], StageFailed) and found[2] == "fine"
+
+
+async def test_an_error_that_cannot_be_pickled_still_arrives():
+    class Local(Exception):
+        pass
+
+    async def play() -> None:
+        raise Local("here only")
+
+    calls, _ = over(play)
+    with pytest.raises(StageFailed, match="Local: here only"):
+        await calls.call()
+
+
+async def test_what_nobody_waits_for_any_more_ends():
+    ended: list[float] = []
+
+    async def play(seconds: float) -> None:
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            ended.append(asyncio.get_running_loop().time())
+
+    calls, _ = over(play)
+    waiting = [asyncio.ensure_future(calls.call(50.0)) for _ in range(2)]
+    await asyncio.sleep(1.0)
+    waiting[0].cancel()
+    await asyncio.sleep(1.0)
+    assert not ended
+    waiting[1].cancel()
+    await asyncio.sleep(1.0)
+    assert ended == [pytest.approx(2.0)] * 2
+
+
+async def test_a_request_that_ends_too_early_is_an_error_for_those_it_left_out():
+    async def carry(calls):
+        yield []
+
+    with pytest.raises(ConnectionError, match="without an answer"):
+        await Multiplexer(carry).call(1)
