@@ -1,0 +1,151 @@
+"""Who owns which sandbox, on disk, so that whoever comes after a crash can remove what is left.
+
+Invariant: a lease is there before the first thing that it names, and goes after the last: what has no lease has nothing to remove.
+Two sandboxes never share a folder, so that removing one never harms another of the same name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pipeline.buffer.lock import ProcessId
+from pipeline.sandboxes import cgroups
+
+log = logging.getLogger("sandboxes")
+
+SUFFIX = ".lease.json"
+MAX_AGE_S = 6 * 3600.0
+"""A sandbox that is older was forgotten by its owner, alive or not."""
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    name: str
+    folder: Path
+    owner: ProcessId
+    created: float
+    """Seconds since the epoch."""
+    cgroups: tuple[Path, ...] = ()
+
+    @property
+    def file(self) -> Path:
+        return self.folder.with_name(self.folder.name + SUFFIX)
+
+    def write(self) -> None:
+        """Whole or not at all."""
+        values = asdict(self) | {"folder": str(self.folder), "cgroups": [str(path) for path in self.cgroups]}
+        self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        aside = self.file.with_suffix(".new")
+        aside.write_text(json.dumps(values))
+        aside.replace(self.file)
+
+
+def default_root() -> Path:
+    """One for all runs of this user on this machine, so that each clears away what any other left."""
+    return Path(tempfile.gettempdir()) / f"rollout-sandboxes-{os.getuid()}"
+
+
+def sandbox_name(run: str, phase: str, step: int, ordinal: int, index: int, attempt: int) -> str:
+    """Of one try of one sample: the same try has the same name, wherever and however often it is made."""
+    return f"{re.sub('[^A-Za-z0-9_.-]', '_', run) or 'run'}-{phase}{step}-{ordinal}.{index}-{attempt}"
+
+
+def new_lease(root: Path, name: str, hierarchies: dict[Any, cgroups.Hierarchy], now: float) -> Lease:
+    owner = ProcessId.of(os.getpid())
+    if owner is None:
+        raise RuntimeError("this process is not in the process table")
+    unique = f"{name}~{owner.pid}.{next(_numbers)}"
+    return Lease(name, root / unique, owner, now, cgroups.group_folders(hierarchies, unique))
+
+
+def read_leases(root: Path, name: str | None = None) -> Iterator[Lease]:
+    """Of all sandboxes, or of those of one name."""
+    for file in sorted(root.glob(f"*{SUFFIX}")) if root.is_dir() else ():
+        if name is not None and not file.name.startswith(f"{name}~"):
+            continue
+        try:
+            values = json.loads(file.read_text())
+        except FileNotFoundError:
+            continue  # another reaper was faster
+        yield Lease(
+            values["name"],
+            Path(values["folder"]),
+            ProcessId(**values["owner"]),
+            values["created"],
+            tuple(Path(path) for path in values["cgroups"]),
+        )
+
+
+def remove(lease: Lease) -> None:
+    """End the processes of its groups, then remove the groups, the folder and, last, the lease. Raises OSError when something
+    stays."""
+    busy = cgroups.end(lease.cgroups)
+    remove_folder(lease.folder)
+    if busy:
+        raise OSError(f"sandbox {lease.name}: processes stay in {busy[0]}")
+    lease.file.unlink(missing_ok=True)
+
+
+def reap(
+    root: Path,
+    *,
+    max_age_s: float = MAX_AGE_S,
+    now: Callable[[], float] = time.time,
+    alive: Callable[[ProcessId], bool] = ProcessId.alive,
+) -> list[str]:
+    """Remove every sandbox whose owner is gone, and every one that is too old. Returns the names; what fails is logged."""
+    left = [lease for lease in read_leases(root) if not alive(lease.owner) or now() - lease.created > max_age_s]
+    if left:
+        _end_processes([lease.folder for lease in left])
+    removed = []
+    for lease in left:
+        try:
+            remove(lease)
+        except OSError as error:
+            log.warning("sandbox %s cannot be removed", lease.name, exc_info=error)
+        else:
+            removed.append(lease.name)
+    return removed
+
+
+def remove_folder(folder: Path) -> None:
+    """Never follows a link out of the folder; folders that their owner closed are opened first."""
+
+    def reopen(function: Callable[..., Any], path: str, error: Any) -> None:
+        if isinstance(error[1], FileNotFoundError):
+            return
+        parent = os.path.dirname(path)
+        os.chmod(parent, 0o700, follow_symlinks=True)
+        if not os.path.islink(path) and os.path.isdir(path):
+            os.chmod(path, 0o700)
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+
+    if folder.is_symlink() or folder.exists():
+        shutil.rmtree(folder, onerror=reopen)
+
+
+def _end_processes(folders: list[Path]) -> None:
+    """Those that are in no group are known by their arguments, which name the folder."""
+    known = tuple(str(folder) for folder in folders)
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        if any(argument.startswith(known) for argument in process.info["cmdline"] or ()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.info["pid"], signal.SIGKILL)
