@@ -9,7 +9,7 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -44,6 +44,7 @@ EVENTS = {
     200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."},
     204: {"description": "No more events."},
 }
+TEXT = {200: {"content": {"text/plain": {}}, "description": "The exposition format of Prometheus."}}
 
 
 class Evaluating(Protocol):
@@ -68,7 +69,19 @@ def make_api(backend: Backend, evaluating: Evaluating, front: Front, rules: Gate
     _health(api, backend, evaluating, front, metrics)
     _models(api, front)
     _evaluations(api, evaluating, evaluations)
+    describe = api.openapi
+    api.openapi = lambda: _without_422(describe())  # type: ignore[method-assign]
     return api
+
+
+def _without_422(document: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI says that it answers bad input with 422; this service answers 400, in the form of all its errors."""
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)
+    return document
 
 
 def _health(api: FastAPI, backend: Backend, evaluating: Evaluating, front: Front, metrics: ServiceMetrics) -> None:
@@ -78,7 +91,7 @@ def _health(api: FastAPI, backend: Backend, evaluating: Evaluating, front: Front
         opened = await backend.open("live")
         return {"status": "ok", "model": opened.model.name, "weight_version": opened.info.weight_version}
 
-    @api.get("/metrics", tags=["service"], response_class=PlainTextResponse)
+    @api.get("/metrics", tags=["service"], response_class=Response, responses=TEXT)
     async def metrics_text() -> Response:
         """Prometheus text. What cannot be asked now keeps its last value."""
         try:

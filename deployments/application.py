@@ -9,6 +9,7 @@ import atexit
 import os
 import socket
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,14 @@ def build(given: dict[str, Any]) -> Any:
     from deployments.service import service_deployment
 
     if not ray.is_initialized():
-        own_cluster(settings)
+        atexit.register(own_cluster(settings))
     serve.start(http_options={"host": settings.host, "port": settings.port, "location": "EveryNode"})
     models = ModelsReplica.options(num_replicas=settings.config.engine.replicas).bind(settings)
     return service_deployment(settings).bind(models, Evaluations.bind(settings))
 
 
-def own_cluster(settings: Settings) -> None:
-    """A private Ray that ends with this process; what a killed service left behind is ended first, by pid."""
+def own_cluster(settings: Settings) -> Callable[[], None]:
+    """Start a private Ray; returns what ends it. What a killed service left behind is ended first, by pid."""
     from deployments import cluster
 
     paths = settings.runs.service
@@ -63,9 +64,9 @@ def own_cluster(settings: Settings) -> None:
         cluster.stop(paths)
         lock.release()
 
-    atexit.register(stop)
     cluster.start(paths, settings.config.run.ray, None)
     lock.record(process.pid for process in cluster.processes())
+    return stop
 
 
 def _check_port(settings: Settings) -> None:

@@ -53,7 +53,7 @@ class Gate:
         started = time.monotonic()
         try:
             self._check(scope)
-            await self._app(scope, self._bounded(receive), reply.send)
+            await self._app(scope, self._bounded(receive, reply), reply.send)
         except Exception as error:
             refusal = refusal_of(error)
             if refusal.status >= 500:
@@ -80,8 +80,8 @@ class Gate:
         if length.isdigit() and int(length) > rules.max_body_bytes:
             raise _too_large(rules.max_body_bytes)
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """A body whose length was not said is counted as it comes."""
+    def _bounded(self, receive: Receive, reply: _Reply) -> Receive:
+        """A body whose length was not said is counted as it comes; above the bound, what the route makes of it is not sent."""
         received = 0
 
         async def bounded() -> Message:
@@ -89,7 +89,8 @@ class Gate:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._rules.max_body_bytes:
-                raise _too_large(self._rules.max_body_bytes)
+                reply.instead = _too_large(self._rules.max_body_bytes)
+                raise reply.instead
             return message
 
         return bounded
@@ -101,8 +102,12 @@ class _Reply:
     def __init__(self, send: Send, request_id: str | None) -> None:
         self._send, self._request_id = send, request_id
         self.started, self.status = False, 500
+        self.instead: RequestRefused | None = None
 
     async def send(self, message: Message) -> None:
+        if self.instead is not None and not self.started:
+            refused, self.instead = self.instead, None
+            raise refused
         if message["type"] == "http.response.start":
             self.started, self.status = True, message["status"]
             if self._request_id is not None:

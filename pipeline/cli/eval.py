@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 TargetArgument = Annotated[
     str,
     typer.Argument(
-        metavar="RUN|CHECKPOINT", help="A run (its newest checkpoint), or a model folder in Hugging Face format.", show_default=False
+        metavar="RUN|CHECKPOINT",
+        help="A run (its newest checkpoint), or a model folder in Hugging Face format.",
+        show_default=False,
     ),
 ]
 RestArgument = Annotated[
@@ -36,7 +38,9 @@ def register(app: typer.Typer) -> None:
     app.command("eval", help="Evaluate a run's newest checkpoint, or a model folder, on held-out tasks.")(evaluate)
 
 
-def evaluate(target: TargetArgument, rest: RestArgument = None, runs_dir: RunsDirOption = None, as_json: JsonOption = False) -> None:
+def evaluate(
+    target: TargetArgument, rest: RestArgument = None, runs_dir: RunsDirOption = None, as_json: JsonOption = False
+) -> None:
     import asyncio
 
     from pipeline.cli.checks import check_names

@@ -1,0 +1,379 @@
+"""The HTTP routes without Ray: OpenAI's form, errors, limits, the token, evaluations and their events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deployments.api import make_api
+from deployments.gate import GateRules
+from pipeline.engines.renderer import ChatRenderer
+from pipeline.errors import EngineError, EngineUnavailable, RequestRefused
+from pipeline.evaluation.jobs import Jobs
+from pipeline.evaluation.store import JobStore
+from pipeline.service.arguments import token_digest
+from pipeline.service.front import Front, Opened
+from pipeline.service.models import Model
+from tests.pipeline.evaluation.test_jobs import Player, plan
+from tests.pipeline.evaluator.parts import inline
+from tests.pipeline.service.parts import CONTEXT, Reverser, letters_folder
+
+RULES = GateRules(loopback=True, token_sha256=None, max_body_bytes=4000)
+
+
+class Backend:
+    def __init__(self, engine: Reverser, folder: Path) -> None:
+        self.engine, self.folder = engine, folder
+        self.fault: Exception | None = None
+
+    async def open(self, name: str) -> Opened:
+        if self.fault is not None:
+            raise self.fault
+        if name != "live":
+            raise RequestRefused(404, "model_not_found", f"{name!r} is not there", "model")
+        return Opened(Model("live", self.folder, 3), await self.engine.info(), self.engine)
+
+    async def listed(self):
+        return [Model("live", self.folder, 3), Model("r1/checkpoints/step_000002", self.folder, 2)]
+
+
+class LocalJobs(Jobs):
+    """`deployments.api.Evaluating` in one process."""
+
+    async def views(self):
+        return super().views()
+
+    async def view(self, name):
+        return super().view(name)
+
+    async def sample(self, name, sample_id):
+        return super().sample(name, sample_id)
+
+    async def counts(self):
+        return super().counts()
+
+
+class World:
+    def __init__(self, client: httpx.AsyncClient, backend: Backend, jobs: LocalJobs) -> None:
+        self.client, self.backend, self.jobs = client, backend, jobs
+
+    async def post(self, path: str, **body):
+        return await self.client.post(path, json=body)
+
+
+@asynccontextmanager
+async def world(folder: Path, rules: GateRules = RULES, *, max_in_flight: int = 8, deadline_s: float = 5.0, **limits):
+    renderer = ChatRenderer.load(letters_folder(folder / "letters"))
+    backend = Backend(Reverser(renderer), folder / "letters")
+    jobs = LocalJobs(JobStore(folder / "evals"), Player(), plan, 0.9, offload=inline, **limits)
+    await jobs.start()
+    front = Front(backend, deadline_s, max_in_flight, clock=lambda: 1000.0, new_seed=lambda: 5)
+    api = make_api(backend, jobs, front, rules, folder / "evals")
+    try:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=api), base_url="http://127.0.0.1:8000") as client:
+            yield World(client, backend, jobs)
+    finally:
+        await jobs.close()
+
+
+@pytest.fixture
+async def here(tmp_path):
+    async with world(tmp_path) as made:
+        yield made
+
+
+def error_of(response: httpx.Response, status: int) -> dict:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"type", "code", "message", "param", "request_id"} and "Traceback" not in response.text
+    assert error["request_id"] == response.headers["x-request-id"]
+    return error
+
+
+def events_of(text: str) -> list[dict]:
+    """Server-sent events as a client reads them."""
+    events = []
+    for block in text.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
+        if "data" in fields:
+            events.append({"id": fields.get("id"), "event": fields.get("event"), "data": fields["data"]})
+    return events
+
+
+async def test_health_and_models(here):
+    assert (await here.client.get("/healthz")).json() == {"status": "ok", "model": "live", "weight_version": 3}
+    data = (await here.client.get("/v1/models")).json()["data"]
+    assert [(model["id"], model["object"], model["weight_version"]) for model in data] == [
+        ("live", "model", 3),
+        ("r1/checkpoints/step_000002", "model", 2),
+    ]
+
+
+async def test_a_completion_in_the_form_of_openai(here):
+    reply = (await here.post("/v1/completions", prompt=["abc", "de"], n=2, max_tokens=2, return_token_ids=True)).json()
+    assert (reply["object"], reply["created"], reply["model"], reply["system_fingerprint"]) == (
+        "text_completion", 1000, "live", "weights-3"
+    )  # fmt: skip
+    assert [(c["index"], c["text"], c["finish_reason"]) for c in reply["choices"]] == [
+        (0, "cb", "length"), (1, "cb", "length"), (2, "ed", "length"), (3, "ed", "length")
+    ]  # fmt: skip
+    assert reply["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
+    ids = reply["choices"][0]["prompt_token_ids"]
+    again = (await here.post("/v1/completions", prompt=ids, max_tokens=2, return_token_ids=True)).json()
+    assert again["choices"][0]["text"] == "cb" and again["choices"][0]["token_ids"] == ids[:0:-1]
+
+
+async def test_log_probabilities_as_lm_eval_reads_them(here):
+    body = {"prompt": "abc", "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+    choice = (await here.client.post("/v1/completions", json=body)).json()["choices"][0]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "abcc" and logprobs["tokens"] == ["a", "b", "c", "c"] and logprobs["text_offset"] == [0, 1, 2, 3]
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    for token, value, top in list(zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True))[1:]:
+        assert top[token] == value and len(top) == 2
+
+
+async def test_chat_with_log_probabilities_and_a_stop(here):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "ab"}, {"type": "text", "text": "cd"}]}]
+    body = {"messages": messages, "logprobs": True, "top_logprobs": 2, "stop": "b", "seed": 1, "user": "me", "max_tokens": None}
+    reply = (await here.client.post("/v1/chat/completions", json=body)).json()
+    (choice,) = reply["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"], reply["object"]) == ("dc", "stop", "chat.completion")
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["<ans>", "d", "c", "b"]
+    assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
+
+
+async def test_a_stream_says_what_the_whole_reply_says(here):
+    messages = [{"role": "user", "content": "abc"}]
+    body = {"messages": messages, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    response = await here.client.post("/v1/chat/completions", json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, done = events_of(response.text)
+    chunks = [json.loads(event["data"]) for event in events]
+    assert done["data"] == "[DONE]" and {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    said = ["", ""]
+    for chunk in chunks[:-1]:
+        for choice in chunk["choices"]:
+            said[choice["index"]] += choice["delta"].get("content", "")
+    assert said == ["cba", "cba"] and chunks[-1]["choices"] == [] and chunks[-1]["usage"]["total_tokens"] > 0
+    response = await here.post("/v1/completions", prompt="abc", stream=True)
+    assert [json.loads(event["data"])["choices"][0]["text"] for event in events_of(response.text)[:-1]] == ["cba"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "n": 0}, "n"),
+        ({"prompt": "a", "temperature": -1}, "temperature"),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+        ({"prompt": "a", "logit_bias": {"1": 2}}, "logit_bias"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "frobnicate": 1}, "frobnicate"),
+        ({"prompt": "a", "max_tokens": 0}, None),
+        ({"prompt": "a", "best_of": 3}, None),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [99999]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": "a" * 200}, "prompt"),
+        ({"prompt": ["a"] * 128, "n": 128}, "n"),
+    ],
+)
+async def test_a_wrong_completion_names_the_key(here, body, param):
+    error = error_of(await here.client.post("/v1/completions", json=body), 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] is None if param is None else (error["param"] or "").startswith(param)
+
+
+async def test_a_prompt_that_fills_the_context_is_refused_with_openais_code(here):
+    error = error_of(await here.post("/v1/completions", prompt="a" * CONTEXT), 400)
+    assert error["code"] == "context_length_exceeded" and str(CONTEXT) in error["message"]
+    assert (await here.post("/v1/completions", prompt="a" * CONTEXT, max_tokens=0, echo=True, logprobs=0)).status_code == 200
+
+
+async def test_errors_have_one_form(here):
+    assert error_of(await here.client.get("/nothing"), 404)["code"] == "not_found"
+    assert error_of(await here.client.put("/v1/models"), 405)["code"] == "method_not_allowed"
+    response = await here.client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
+    error_of(response, 400)
+    assert error_of(await here.post("/v1/completions", prompt="a", model="m"), 404)["param"] == "model"
+
+
+async def test_what_went_wrong_inside_stays_inside(here, caplog):
+    for fault, status in [(ValueError("secret /etc"), 500), (EngineError("secret /etc"), 500), (EngineUnavailable("secret"), 503)]:
+        here.backend.fault = fault
+        response = await here.post("/v1/completions", prompt="a")
+        error = error_of(response, status)
+        assert "secret" not in response.text and error["type"] == "server_error"
+        assert error["request_id"] in caplog.text, "the log has the request id"
+    assert int(response.headers["retry-after"]) >= 1
+
+
+async def test_a_client_may_name_its_request(here):
+    response = await here.client.get("/nothing", headers={"x-request-id": "mine-1"})
+    assert response.json()["error"]["request_id"] == "mine-1"
+    response = await here.client.get("/nothing", headers={"x-request-id": "not <fine>"})
+    assert error_of(response, 404)["request_id"] != "not <fine>"
+
+
+async def test_a_body_has_a_bound_said_or_not(here):
+    assert error_of(await here.post("/v1/completions", prompt="a" * 5000), 413)["code"] == "body_too_large"
+
+    async def pieces():
+        for _ in range(100):
+            yield b"x" * 100
+
+    error_of(await here.client.post("/v1/completions", content=pieces(), headers={"content-type": "application/json"}), 413)
+
+
+async def test_only_loopback_names_are_served_on_loopback(here):
+    for host in ("evil.example:8000", "127.0.0.1.evil.example", ""):
+        assert error_of(await here.client.get("/v1/models", headers={"host": host}), 403)["code"] == "foreign_host"
+    for host in ("localhost:8000", "[::1]:8000"):
+        assert (await here.client.get("/v1/models", headers={"host": host})).status_code == 200
+
+
+async def test_a_token_is_asked_for_everywhere_but_at_the_door(tmp_path):
+    rules = GateRules(loopback=False, token_sha256=token_digest("s3cret"), max_body_bytes=4000)
+    async with world(tmp_path, rules) as here:
+        assert (await here.client.get("/healthz", headers={"host": "public.example"})).status_code == 200
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic s3cret"}, {"authorization": "s3cret"}):
+            for path in ("/v1/models", "/v1/evals", "/metrics", "/openapi.json", "/nothing"):
+                response = await here.client.get(path, headers=headers)
+                assert (
+                    error_of(response, 401)["type"] == "authentication_error" and response.headers["www-authenticate"] == "Bearer"
+                )
+        good = {"authorization": "Bearer s3cret", "host": "public.example"}
+        assert (await here.client.get("/v1/models", headers=good)).status_code == 200
+
+
+async def test_too_many_at_once_are_told_to_come_back(tmp_path):
+    async with world(tmp_path, max_in_flight=2) as here:
+        gate = asyncio.Event()
+        plain = here.backend.engine.generate
+
+        async def slow(requests, version):
+            await gate.wait()
+            return await plain(requests, version)
+
+        here.backend.engine.generate = slow
+        waiting = [asyncio.create_task(here.post("/v1/completions", prompt="abc")) for _ in range(2)]
+        while here.backend.engine.requests or not all(not task.done() for task in waiting):
+            await asyncio.sleep(0)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        response = await here.post("/v1/completions", prompt="abc")
+        assert error_of(response, 429)["type"] == "rate_limit_error" and int(response.headers["retry-after"]) >= 1
+        gate.set()
+        assert [(await task).status_code for task in waiting] == [200, 200]
+        assert (await here.post("/v1/completions", prompt="abc")).status_code == 200
+
+
+async def test_an_answer_has_a_deadline(tmp_path):
+    async with world(tmp_path, deadline_s=0.05) as here:
+
+        async def never(requests, version):
+            await asyncio.Event().wait()
+
+        here.backend.engine.generate = never
+        assert error_of(await here.post("/v1/completions", prompt="abc"), 504)["code"] == "deadline"
+
+
+async def wait_done(here: World, name: str) -> list[dict]:
+    return events_of((await here.client.get(f"/v1/evals/{name}/events", timeout=30)).text)
+
+
+@pytest.mark.looptime
+async def test_an_evaluation_from_submission_to_artefacts(here):
+    response = await here.post("/v1/evals", n=2, k=2, datasets=[{"items": [{"prompt": "x", "answer": "y"}]}])
+    assert response.status_code == 202 and response.json()["status"] == "queued"
+    name = response.json()["id"]
+    events = await wait_done(here, name)
+    assert [event["event"] for event in events] == ["sample", "progress"] * 4 + ["done"]
+    view = (await here.client.get(f"/v1/evals/{name}")).json()
+    assert view["status"] == "done" and view["progress"] == {"done": 4, "total": 4} and view["weight_version"] == 7
+    assert set(view["results"]["words"]) == {"accuracy", "accuracy_all", "solved", "scored", "total", "pass@k"}
+    assert (await here.client.get("/v1/evals")).json()["data"] == [view]
+    rest = await here.client.get(f"/v1/evals/{name}/events", headers={"last-event-id": events[3]["id"]})
+    assert events_of(rest.text) == events[4:]
+    over = await here.client.get(f"/v1/evals/{name}/events", headers={"last-event-id": events[-1]["id"]})
+    assert over.status_code == 204
+    for file, path in view["artefacts"].items():
+        assert (await here.client.get(path)).text, file
+    lines = (await here.client.get(view["artefacts"]["samples.jsonl"])).text.splitlines()
+    assert len(lines) == 4
+    sample = (await here.client.get(f"/v1/evals/{name}/samples/1.1")).json()
+    assert sample["messages"] == [["user", "hi"]] and sample["reward"] == 0.0
+    error_of(await here.client.delete(f"/v1/evals/{name}"), 409)
+
+
+@pytest.mark.looptime
+async def test_keys_queues_and_cancellation_over_http(tmp_path):
+    async with world(tmp_path, waiting=1) as here:
+        headers = {"idempotency-key": "k1"}
+        first = await here.client.post("/v1/evals", json={"n": 2}, headers=headers)
+        again = await here.client.post("/v1/evals", json={"n": 2}, headers=headers)
+        assert (first.status_code, again.status_code) == (202, 202) and first.json()["id"] == again.json()["id"]
+        other = await here.client.post("/v1/evals", json={"n": 3}, headers=headers)
+        assert error_of(other, 409)["code"] == "idempotency_key_reused"
+        second = (await here.post("/v1/evals")).json()["id"]
+        third = await here.post("/v1/evals")
+        assert error_of(third, 429)["code"] == "queue_full" and int(third.headers["retry-after"]) >= 1
+        assert (await here.client.delete(f"/v1/evals/{second}")).json()["status"] == "cancelled"
+        error_of(await here.client.delete(f"/v1/evals/{second}"), 409)
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/v1/evals/none", 404),
+        ("/v1/evals/none/events", 404),
+        ("/v1/evals/none/samples/0.0", 404),
+        ("/v1/evals/none/artefacts/request.json", 404),
+        ("/v1/evals/..%2f..%2fx/artefacts/request.json", 404),
+    ],
+)
+async def test_evaluations_that_are_not_there(here, path, status):
+    error_of(await here.client.get(path), status)
+
+
+async def test_wrong_evaluations_name_the_key(here):
+    cases = [
+        ({"n": 0}, "n"), ({"datasets": [{}]}, "datasets.0"), ({"datasets": [{"items": []}]}, "datasets.0.items"),
+        ({"datasets": [{"items": [{"prompt": "a", "answr": "b"}]}]}, "datasets.0.items.0.answr"), ({"k": "many"}, "k"),
+    ]  # fmt: skip
+    for body, param in cases:
+        assert error_of(await here.client.post("/v1/evals", json=body), 400)["param"].startswith(param)
+    long = await here.client.post("/v1/evals", json={}, headers={"idempotency-key": "k" * 300})
+    assert error_of(long, 400)["param"] == "idempotency-key"
+    error_of(await here.client.get("/v1/evals/none/events", headers={"last-event-id": "-1"}), 400)
+
+
+async def test_metrics_have_names_and_help(here):
+    await here.client.get("/nothing")
+    text = (await here.client.get("/metrics")).text
+    for line in (
+        'rollout_http_requests_total{method="GET",route="unknown",status="404"} 1.0',
+        "# HELP rollout_live_weight_version Weight version of the live model.",
+        "rollout_completions_in_flight 0.0",
+        'rollout_evaluations{status="running"} 0.0',
+    ):
+        assert line in text
+
+
+async def test_the_openapi_document_names_every_route_and_the_form_of_errors(here):
+    document = (await here.client.get("/openapi.json")).json()
+    paths = {"/healthz", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/evals", "/v1/evals/{name}"}
+    assert paths <= set(document["paths"])
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            refused = operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"]
+            assert refused.endswith("/FaultReply") and "422" not in operation["responses"], (path, method)
