@@ -157,10 +157,11 @@ class ScoringStage:
         return name
 
     def _batch(self, lane: Lane, items: list[BacklogItem], replicas: int) -> list[BacklogItem]:
+        """Of the oldest step alone: rows of a later one would make the step that training waits for take longer."""
         if items[0].ordinal in self._books.alone:
             return items[:1]
         return take_batch(
-            [item for item in items if item.ordinal not in self._books.alone],
+            [item for item in items if item.step == items[0].step and item.ordinal not in self._books.alone],
             rows=lambda item: item.rows,
             tokens=lane.scorer.tokens,
             max_rows=self._settings.max_batch_rows,

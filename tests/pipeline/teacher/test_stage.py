@@ -86,6 +86,16 @@ async def test_an_older_step_goes_first_however_late_its_groups_arrive():
         assert [ordinals for _, ordinals in batches(teacher)] == [[1], [0], [2], [3]]
 
 
+async def test_a_call_holds_groups_of_one_step_so_that_the_awaited_one_does_not_wait_for_the_next():
+    async with opened(make_config(tasks=3)) as run:
+        teacher = ToyTeacher(call_s=0.0, row_s=0.25)
+        first, second = await run.assign(1), await run.assign(2)
+        for ordinal in (*second, *first):
+            await run.commit(make_group(ordinal, 1 if ordinal in first else 2))
+        await drained(run, run.scorer({"ant": [teacher]}), 2)
+        assert batches(teacher) == [(0.0, [0, 1, 2]), (3.0, [3, 4, 5])]
+
+
 async def test_idle_replicas_share_the_work_and_each_has_one_call_at_a_time():
     async with opened(make_config(tasks=9)) as run:
         fleet = [ToyTeacher() for _ in range(3)]
