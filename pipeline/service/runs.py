@@ -1,0 +1,246 @@
+"""Training runs over HTTP: read from their folders, started and stopped as processes of their own.
+
+Invariant: the run folder is the truth, and a run needs nothing of the service: it outlives it, and `rollout status` says the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from pipeline.buffer.lock import ProcessId, RunLock, is_held, read_lock
+from pipeline.buffer.reader import read_status
+from pipeline.buffer.schema import create_run
+from pipeline.buffer.service import BufferService
+from pipeline.buffer.settings import BufferSettings
+from pipeline.cli.checks import check_names
+from pipeline.cli.runs import create_run_folder, list_runs
+from pipeline.config.base import Strict
+from pipeline.config.loading import Loaded, read_config
+from pipeline.errors import RequestRefused, RolloutError
+from pipeline.evaluator.admission import prove
+from pipeline.evaluator.machine import this_machine
+from pipeline.observe.evaluations import student_evaluations, teacher_evaluations, teacher_scores
+from pipeline.observe.jsonlines import read_jsonlines
+from pipeline.paths import RunPaths, SharedPaths
+
+ENDED = ("finished", "failed", "cancelled", "stopped")
+STARTING_S = 30.0
+"""For a new process to take the run's lock."""
+STOP_S = 60.0
+MOST_ALIVE = 2
+RETRY_AFTER_S = 30.0
+POLL_S = 0.25
+LAUNCHED = "launched"
+
+
+class RunRequest(Strict):
+    """Body of `POST /v1/runs`."""
+
+    config: str | dict[str, Any]
+    """The configuration itself, or the name of a file beside the service's own configuration."""
+    overrides: tuple[str, ...] = ()
+    """`key.path=value`"""
+    run_id: str | None = Field(None, max_length=64)
+    """None: generated."""
+
+
+class Runs:
+    """configs: the folder of named configurations. launch: starts `rollout ARGUMENTS` detached, its output into a file."""
+
+    def __init__(
+        self,
+        runs: SharedPaths,
+        configs: Path,
+        launch: Callable[[list[str], Path], None],
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._runs, self._configs, self._launch, self._clock = runs, configs, launch, clock
+
+    def views(self) -> list[dict[str, Any]]:
+        """The newest first."""
+        return [self._view(paths) for paths in list_runs(self._runs.runs)]
+
+    def view(self, run_id: str) -> dict[str, Any]:
+        """Its status, and its held-out accuracy by step."""
+        paths = self._find(run_id)
+        points = [
+            {"step": item.step, "accuracy": item.overall.accuracy, "valid": item.valid, "failure_classes": item.failure_classes}
+            for item in student_evaluations(paths.details)
+        ]
+        teachers = {name: score.accuracy for name, score in teacher_scores(teacher_evaluations(paths.details)).items()}
+        return self._view(paths) | {"evaluations": points, "teachers": teachers}
+
+    def metrics(self, run_id: str) -> list[dict[str, Any]]:
+        """A record a training step."""
+        return read_jsonlines(self._find(run_id).metrics)
+
+    async def events(self, run_id: str, after: int, wait_s: float) -> list[dict[str, Any]]:
+        """`progress` of each training step (its id is the step), then `done`, or `error` of a run that failed or stopped."""
+        paths = self._find(run_id)
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while True:
+            found = await asyncio.to_thread(self._events, paths, after)
+            if found or asyncio.get_running_loop().time() >= deadline:
+                return found
+            await asyncio.sleep(POLL_S)
+
+    def submit(self, request: RunRequest, key: str) -> dict[str, Any]:
+        """Claim the run's folder, then start its process. The same key and body give the same run."""
+        known = self._known(key, request)
+        if known is not None:
+            return self.view(known)
+        alive = [paths.run_id for paths in list_runs(self._runs.runs) if is_held(paths)]
+        if len(alive) >= MOST_ALIVE:
+            raise RequestRefused(429, "too_many_runs", f"{alive} are running, the most at the same time", None, RETRY_AFTER_S)
+        loaded = self._load(request)
+        prove(loaded.config, this_machine(loaded.config.run.ray))
+        check_names(loaded.config)
+        paths = create_run_folder(self._runs.runs, loaded, request.run_id, datetime.fromtimestamp(self._clock()))
+        create_run(paths, {"steps": loaded.config.trainer.steps, "started_at": self._clock()})
+        self._remember(key, request, paths.run_id)
+        self._start(paths)
+        return self.view(paths.run_id)
+
+    def resume(self, run_id: str) -> dict[str, Any]:
+        paths = self._find(run_id)
+        status = self._view(paths)["status"]
+        if status not in ("stopped", "failed", "cancelled"):
+            raise RequestRefused(409, "not_resumable", f"run {run_id} is {status}")
+        self._start(paths)
+        return self.view(run_id)
+
+    async def cancel(self, run_id: str) -> dict[str, Any]:
+        """End its process at once; a run that has ended by itself is only marked. Raises RequestRefused 409 on a finished one."""
+        paths = self._find(run_id)
+        status = (await asyncio.to_thread(self._view, paths))["status"]
+        if status in ("finished", "cancelled"):
+            raise RequestRefused(409, "already_finished", f"run {run_id} is {status} already")
+        deadline = asyncio.get_running_loop().time() + STOP_S
+        signals = 0
+        while is_held(paths) or status == "starting":
+            if asyncio.get_running_loop().time() >= deadline:
+                raise RequestRefused(504, "deadline", f"run {run_id} did not end within {STOP_S:g} s")
+            if signals < 2 and _signal_owner(paths):  # the first asks for a checkpoint, the second ends it now
+                signals += 1
+            await asyncio.sleep(2 * POLL_S)
+            status = (await asyncio.to_thread(self._view, paths))["status"]
+        await self._mark_cancelled(paths)
+        return await asyncio.to_thread(self.view, run_id)
+
+    async def _mark_cancelled(self, paths: RunPaths) -> None:
+        config = read_config(paths.config).config
+        with RunLock(paths):
+            service = BufferService(paths, BufferSettings.from_config(config))
+            await service.open(new_run_epoch=False)
+            try:
+                await service.set_run("cancelled", None)
+            finally:
+                await service.close()
+
+    def _view(self, paths: RunPaths) -> dict[str, Any]:
+        """`rollout status --json`, and `status`: what the ledger says, unless the run's process is gone."""
+        base = {"id": paths.run_id, "object": "run"}
+        try:
+            found = read_status(paths)
+        except RolloutError as error:
+            return base | {"status": "failed", "state": "unreadable", "error": str(error)}
+        return base | {"status": self._status(paths, found["state"])} | found
+
+    def _status(self, paths: RunPaths, state: str) -> str:
+        if is_held(paths):
+            return "running" if state == "running" else "starting"
+        if self._just_launched(paths):
+            return "starting"
+        return state if state in ENDED else "stopped"
+
+    def _just_launched(self, paths: RunPaths) -> bool:
+        """Launched, and the lock was not taken since."""
+        marker = paths.log / LAUNCHED
+        if not marker.exists() or self._clock() - marker.stat().st_mtime > STARTING_S:
+            return False
+        return not paths.lock.exists() or paths.lock.stat().st_mtime < marker.stat().st_mtime
+
+    def _events(self, paths: RunPaths, after: int) -> list[dict[str, Any]]:
+        view = self._view(paths)  # before the steps: an ended run's steps are all there
+        lines = [line for line in read_jsonlines(paths.metrics) if line["step"] > after]
+        found = [{"id": line["step"], "event": "progress", "data": line} for line in lines]
+        last = max((view.get("steps") or 0) + 1, (found[-1]["id"] if found else 0) + 1)
+        if view["status"] in ENDED and after < last:
+            event = "done" if view["status"] in ("finished", "cancelled") else "error"
+            found.append({"id": last, "event": event, "data": view})
+        return found
+
+    def _find(self, run_id: str) -> RunPaths:
+        paths = RunPaths(self._runs.runs / run_id)
+        if paths.root.parent != self._runs.runs or run_id.startswith(".") or not paths.config.is_file():
+            raise RequestRefused(404, "not_found", f"there is no run {run_id!r}")
+        return paths
+
+    def _load(self, request: RunRequest) -> Loaded:
+        if isinstance(request.config, str):
+            path = (self._configs / request.config).resolve()
+            if not path.is_relative_to(self._configs.resolve()) or not path.is_file():
+                known = sorted(file.name for file in self._configs.glob("*.yaml"))
+                raise RequestRefused(
+                    404, "unknown_config", f"there is no configuration {request.config!r}; known are {known}", "config"
+                )
+            return read_config(path, list(request.overrides))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "config.yaml"
+            path.write_text(yaml.safe_dump(request.config))
+            return read_config(path, list(request.overrides))
+
+    def _start(self, paths: RunPaths) -> None:
+        paths.log.mkdir(parents=True, exist_ok=True)
+        (paths.log / LAUNCHED).touch()
+        self._launch(["resume", paths.run_id, "--runs-dir", str(self._runs.runs)], paths.log / "driver.log")
+
+    def _known(self, key: str, request: RunRequest) -> str | None:
+        file = self._key_file(key)
+        if not file.is_file():
+            return None
+        record = json.loads(file.read_text())
+        if record["digest"] != _digest(request):
+            message = f"Idempotency-Key {key!r} was used for {record['run_id']} with another body"
+            raise RequestRefused(409, "idempotency_key_reused", message, "Idempotency-Key")
+        return record["run_id"]
+
+    def _remember(self, key: str, request: RunRequest, run_id: str) -> None:
+        file = self._key_file(key)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.with_suffix(".new")
+        aside.write_text(json.dumps({"digest": _digest(request), "run_id": run_id}))
+        aside.replace(file)
+
+    def _key_file(self, key: str) -> Path:
+        return self._runs.service.root / "keys" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
+def _digest(request: RunRequest) -> str:
+    return hashlib.sha256(json.dumps(request.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def _signal_owner(paths: RunPaths) -> bool:
+    """SIGTERM to the process that holds the run's lock, if that is what its record says."""
+    held = read_lock(paths)
+    if "pid" not in held or not ProcessId(held["pid"], held["start_time"]).alive():
+        return False
+    try:
+        os.kill(held["pid"], signal.SIGTERM)
+    except ProcessLookupError:
+        return False
+    return True
