@@ -20,7 +20,7 @@ from pipeline.evaluation.summary import versions_of
 from pipeline.evaluator.breaker import Breaker
 from pipeline.evaluator.evaluator import LocalPool
 from pipeline.evaluator.ledger_calls import settled
-from pipeline.evaluator.nursery import together
+from pipeline.evaluator.nursery import each_to_its_end
 from pipeline.evaluator.saved import NOT_SAVED, SavedTrajectories
 from pipeline.evaluator.spec import EvaluatorSpec, PlacementToken
 from pipeline.evaluator.workers import NodeGone, WorkerLost, Workers
@@ -145,20 +145,28 @@ class GroupRunner:
         samples = {sample.index: sample for sample in stored}
         missing = [index for index in range(task.samples) if index not in samples]
 
+        lost = False
+
         async def chunk(indices: list[int], held: list[PlacementToken] | None) -> None:
+            nonlocal lost
             tokens = held if held is not None else await local.take(len(indices))
             try:
+                if lost and not keeps:  # nobody would look at these
+                    return
                 for sample in await self._workers.run(spec, task, indices, attempt, context, tokens[: len(indices)]):
                     samples[sample.index] = sample
                     if keeps and sample.status == "ok":
                         await settled("store_sample", lambda sample=sample: self._buffer.store_sample(attempt, sample))
+            except BaseException:
+                lost = True
+                raise
             finally:
                 local.give(tokens)
 
         if not missing:
             local.give(first)
         chunks = [(missing[start : start + size], None if start else first) for start in range(0, len(missing), size)]
-        await together((f"samples {task.ordinal}.{indices[0]}", chunk(indices, held)) for indices, held in chunks)
+        await each_to_its_end((f"samples {task.ordinal}.{indices[0]}", chunk(indices, held)) for indices, held in chunks)
         return [samples[index] for index in range(task.samples)]
 
     def _keeps_samples(self, task: Task) -> bool:

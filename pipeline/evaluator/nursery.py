@@ -32,6 +32,24 @@ async def together(jobs: Iterable[tuple[str, Coroutine[Any, Any, None]]]) -> Non
             group.create_task(job, name=name)
 
 
+async def each_to_its_end(jobs: Iterable[tuple[str, Coroutine[Any, Any, None]]]) -> None:
+    """As `together`, but a failure leaves the others alone, and is raised when all have ended.
+
+    For jobs in other processes: one that was only abandoned would go on there, with tokens that others hold by then.
+    """
+    failures: list[Exception] = []
+
+    async def ended(job: Coroutine[Any, Any, None]) -> None:
+        try:
+            await job
+        except Exception as error:
+            failures.append(error)
+
+    await together((name, ended(job)) for name, job in jobs)
+    if failures:
+        raise failures[0]
+
+
 def _first(errors: BaseExceptionGroup) -> BaseException:
     error = errors.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pipeline.buffer.api import Attempt
 from pipeline.errors import StageFailed
-from pipeline.evaluator.nursery import together
+from pipeline.evaluator.nursery import each_to_its_end
 from pipeline.evaluator.placement import PlacementPool
 from pipeline.evaluator.spec import EvaluatorSpec, PlacementToken
 from pipeline.evaluator.worker import GRACE_S, WorkerClient
@@ -94,7 +94,9 @@ class Workers:
             for sample in await self._ask(member, spec, task, units, attempt, context):
                 samples[sample.index] = sample
 
-        await together((f"samples of {task.ordinal} on {member.client.node}", part(member, units)) for member, units in parts)
+        await each_to_its_end(
+            (f"samples of {task.ordinal} on {member.client.node}", part(member, units)) for member, units in parts
+        )
         missing = [index for index in indices if index not in samples]
         if missing:
             raise RuntimeError(f"the worker returned no sample {missing} of ordinal {task.ordinal}")

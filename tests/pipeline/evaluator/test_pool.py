@@ -89,6 +89,47 @@ async def test_a_worker_that_dies_once_costs_its_running_attempts_only():
             assert group.samples[0].reward == 1.0
 
 
+class Counting:
+    """Counts what plays in its process; a caller that goes away does not stop it."""
+
+    def __init__(self, worker, most: dict) -> None:
+        self.node, self._worker, self._most, self._playing = worker.node, worker, most, 0
+
+    async def run_samples(self, task, indices, *args):
+        return await asyncio.shield(asyncio.ensure_future(self._run(task, indices, *args)))
+
+    async def _run(self, task, indices, *args):
+        self._playing += len(indices)
+        self._most[self.node] = max(self._most.get(self.node, 0), self._playing)
+        try:
+            return await self._worker.run_samples(task, indices, *args)
+        finally:
+            self._playing -= len(indices)
+
+
+@pytest.mark.parametrize("durable", [False, True])
+async def test_the_death_of_a_worker_frees_no_token_of_what_its_siblings_still_play(durable):
+    most: dict[str, int] = {}
+    nodes = (NodeSpec("left", (), 2.0, 8.0), NodeSpec("right", (), 2.0, 8.0))
+
+    def workers(worker):
+        return Mortal(worker, deaths=1, after_s=1.0) if worker.node == "right" else Counting(worker, most)
+
+    config = make_config(spec={"resource": {"cpu": 1.0}}, rollout={"tasks_per_step": 2}, buffer={"durable_samples": durable})
+    async with world(config, by_ordinal(rest={"run_s": 5.0}), nodes=nodes, workers=workers) as w:
+        report = await w.rollout(1)
+        assert report.committed == 2 and idle(w.pool)
+        assert most == {"left": 2}
+
+
+async def test_of_an_attempt_that_is_lost_nothing_more_is_dispatched():
+    engine = Echo(seconds=1.0)
+    config = make_config(spec={"agent": "single_turn", "resource": {"cpu": 1.0}}, rollout={"tasks_per_step": 1})
+    async with world(config, engine=engine, nodes=(NodeSpec("here", (), 1.0, 8.0),), workers=lambda w: Mortal(w, deaths=1)) as w:
+        assert (await w.rollout(1)).committed == 1
+        assert w.workers[0].calls == 1 + 4, "the first sample of the first attempt, then all four of the second"
+
+
 async def test_a_node_whose_worker_is_given_up_leaves_its_work_to_the_others():
     nodes = (NodeSpec("bad", (), 8, 64), NodeSpec("good", (), 8, 8))
     config = make_config(spec={"resource": {"cpu": 1}})
