@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from dataclasses import replace
 from typing import Any
 
 from deployments.calls import RemoteStage, RemoteWorker
@@ -13,12 +11,12 @@ from deployments.names import worker_stage
 from deployments.teachers import on_demand
 from deployments.witness import CommitWitness
 from pipeline.engines.weights import WeightStore
+from pipeline.evaluation import details
 from pipeline.evaluator.pool import EvaluatorPool
 from pipeline.evaluator.saved import SavedTrajectories, open_saved
 from pipeline.evaluator.spec import NodeSpec
 from pipeline.heap import tune_collector
 from pipeline.paths import evaluation_id
-from pipeline.records import Task
 from pipeline.teacher.on_demand import ScoreOnDemand
 
 
@@ -44,14 +42,15 @@ class EvaluatorPoolActor(StageActor):
         try:
             newest = self.weights.latest()
             if newest is not None and newest.version > step and not self.paths.evaluation(step).exists():
-                return self._skipped(step, newest.version)
+                gone = f"version {step} was replaced by {newest.version} before it could be evaluated"
+                return await asyncio.to_thread(details.write_skipped, self.paths.details, name, gone)
             return await (await self.service()).evaluate(name, await self.fetcher.eval_tasks(), step)
         finally:
             self.weights.release(name)
 
     async def evaluate_teacher(self, alias: str) -> dict[str, Any]:
         """The same tasks, played by a teacher that reads them in its own way."""
-        tasks = [await self._as_read_by(alias, task) for task in await self.fetcher.eval_tasks()]
+        tasks = await self.fetcher.eval_tasks(alias)
         return await self._pool(alias).evaluate(f"teacher_{alias}", tasks, 0)
 
     def _pool(self, player: str, score: ScoreOnDemand | None = None, saved: SavedTrajectories | None = None) -> EvaluatorPool:
@@ -67,24 +66,3 @@ class EvaluatorPoolActor(StageActor):
             score=score,
             saved=saved,
         )
-
-    async def _as_read_by(self, alias: str, task: Task) -> Task:
-        shots = self.config.teachers[alias].shots
-        if not shots:
-            return task
-        examples = await self.fetcher.shots(task.dataset, shots)
-        systems = tuple(message for message in task.messages if message[0] == "system")
-        return replace(task, messages=systems + examples + task.messages[len(systems) :])
-
-    def _skipped(self, step: int, newest: int) -> dict[str, Any]:
-        """After a crash the newest version may be past the one to evaluate; it is gone, and that is said."""
-        summary = {
-            "id": evaluation_id(step),
-            "valid": False,
-            "skipped": f"version {step} was replaced by {newest} before it could be evaluated",
-        }
-        self.paths.details.mkdir(exist_ok=True)
-        aside = self.paths.evaluation(step).with_suffix(".tmp")
-        aside.write_text(json.dumps(summary))
-        aside.replace(self.paths.evaluation(step))
-        return summary

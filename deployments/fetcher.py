@@ -9,7 +9,7 @@ from pipeline.fetcher.catalog import Catalog
 from pipeline.fetcher.service import Fetcher
 
 
-@forwards("fetch", "tasks", "replacement", "eval_tasks", "shots")
+@forwards("fetch", "tasks", "replacement", "eval_tasks")
 class FetcherActor(StageActor):
     stage = "fetcher"
 

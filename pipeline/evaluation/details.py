@@ -58,6 +58,13 @@ def write(folder: Path, evaluation_id: str, played: Sequence[Played], summary: d
     _whole(folder / f"{evaluation_id}.summary.json", json.dumps(_plain(summary), indent=1) + "\n")
 
 
+def write_skipped(folder: Path, evaluation_id: str, why: str) -> dict[str, Any]:
+    """An evaluation that can no longer be made is recorded as such, not left out. Returns its summary."""
+    summary = {"id": evaluation_id, "valid": False, "skipped": why}
+    write(folder, evaluation_id, (), summary)
+    return summary
+
+
 def read_summary(folder: Path, evaluation_id: str) -> dict[str, Any] | None:
     """The summary of a complete evaluation, or None."""
     path = folder / f"{evaluation_id}.summary.json"

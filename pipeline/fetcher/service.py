@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pipeline.buffer.api import BufferClient, StageReport
 from pipeline.config.schema import RunConfig
@@ -76,12 +77,16 @@ class Fetcher:
         self._assigned.add(assignment.ordinal)
         return self.tasks([assignment.ordinal])[0]
 
-    def eval_tasks(self) -> list[Task]:
-        return self._catalog.eval_tasks()
+    def eval_tasks(self, reader: str | None = None) -> list[Task]:
+        """Held-out tasks; reader: a teacher's alias, whose prompt holds its own solved examples before the task."""
+        tasks = self._catalog.eval_tasks()
+        shots = self._config.teachers[reader].shots if reader is not None else 0
+        return [self._with_examples(task, shots) for task in tasks] if shots else tasks
 
-    def shots(self, dataset: str, count: int) -> tuple[tuple[str, str], ...]:
-        """Solved training items as user and assistant turns, for a teacher that reads examples."""
-        return self._catalog.shots(dataset, count)
+    def _with_examples(self, task: Task, shots: int) -> Task:
+        systems = tuple(message for message in task.messages if message[0] == "system")
+        examples = self._catalog.shots(task.dataset, shots)
+        return replace(task, messages=systems + examples + task.messages[len(systems) :])
 
     def report(self) -> StageReport:
         waited = 0.0 if self._waiting_since is None else self._clock() - self._waiting_since

@@ -104,3 +104,9 @@ def test_the_artefacts_are_whole_and_the_summary_says_so(tmp_path):
     assert turns == [{"sample_id": "0.0", "task_id": "words/0", "node": "n", "gpu": 1, "turn": 0, "tokens": 2, "seconds": 0.5}]
     assert details.read_summary(tmp_path / "d", "eval_3") == summary | {"odd": None}
     assert len(list((tmp_path / "d").iterdir())) == 3
+
+
+def test_an_evaluation_that_can_no_longer_be_made_is_recorded_as_skipped(tmp_path):
+    summary = details.write_skipped(tmp_path / "details", "eval_000004", "version 4 was replaced by 6")
+    assert details.read_summary(tmp_path / "details", "eval_000004") == summary
+    assert summary["valid"] is False and "replaced by 6" in summary["skipped"]

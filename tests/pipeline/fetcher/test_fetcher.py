@@ -98,3 +98,19 @@ async def test_a_silent_ledger_is_a_time_out():
     stage, _ = fetcher(ledger)
     with pytest.raises(TimeoutError):
         await stage.fetch(1)
+
+
+def test_a_teacher_that_reads_examples_finds_them_between_the_system_message_and_the_task():
+    dataset = {"source": "reasoning_gym", "generator": "spell_backward", "size": 50, "system": "Spell it backward."}
+    config = RunConfig.model_validate(
+        {
+            "student": {"architecture": {}},
+            "teachers": {"reader": {"architecture": {}, "shots": 2}, "plain": {"architecture": {}}},
+            "datasets": {"d": dataset | {"teacher": "reader"}},
+        }
+    )
+    served = Fetcher(config, Catalog(config), Ledger())
+    asked, plain, read = served.eval_tasks(), served.eval_tasks("plain"), served.eval_tasks("reader")
+    assert plain == asked and [task.task_id for task in read] == [task.task_id for task in asked]
+    assert [role for role, _ in read[0].messages] == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert read[0].messages[-1] == asked[0].messages[-1]
