@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 from fastapi import FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -22,7 +23,10 @@ from pipeline.service.faults import FaultReply, Refusal
 from pipeline.service.front import Backend, Front
 from pipeline.service.openai import ChatRequest, CompletionRequest, Reply
 from pipeline.service.replies import chunks
+from pipeline.service.runs import RunRequest, Runs
 
+DASHBOARD = Path(__file__).with_name("dashboard.html")
+EventsOf = Callable[[str, int, float], Awaitable[list[dict[str, Any]]]]
 EVENT_WAIT_S = 10.0
 """Silence after which an event stream says that it is alive."""
 KEY_CHARACTERS = 255
@@ -59,7 +63,7 @@ class Evaluating(Protocol):
     async def counts(self) -> dict[str, int]: ...
 
 
-def make_api(backend: Backend, evaluating: Evaluating, front: Front, rules: GateRules, evaluations: Path) -> FastAPI:
+def make_api(backend: Backend, evaluating: Evaluating, front: Front, runs: Runs, rules: GateRules, evaluations: Path) -> FastAPI:
     """evaluations: the folder of evaluations, for their artefacts."""
     metrics = ServiceMetrics()
     api = FastAPI(title="rollout", version="1", docs_url=None, redoc_url=None, responses=FAULTS)
@@ -69,6 +73,7 @@ def make_api(backend: Backend, evaluating: Evaluating, front: Front, rules: Gate
     _health(api, backend, evaluating, front, metrics)
     _models(api, front)
     _evaluations(api, evaluating, evaluations)
+    _runs(api, runs)
     describe = api.openapi
     api.openapi = lambda: _without_422(describe())  # type: ignore[method-assign]
     return api
@@ -90,6 +95,11 @@ def _health(api: FastAPI, backend: Backend, evaluating: Evaluating, front: Front
         """The live model answers."""
         opened = await backend.open("live")
         return {"status": "ok", "model": opened.model.name, "weight_version": opened.info.weight_version}
+
+    @api.get("/", include_in_schema=False)
+    async def dashboard() -> HTMLResponse:
+        """One file that asks for nothing but this service's own routes."""
+        return HTMLResponse(await asyncio.to_thread(DASHBOARD.read_text), headers={"cache-control": "no-cache"})
 
     @api.get("/metrics", tags=["service"], response_class=Response, responses=TEXT)
     async def metrics_text() -> Response:
@@ -157,12 +167,8 @@ def _evaluations(api: FastAPI, evaluating: Evaluating, folder: Path) -> None:
     @api.get("/v1/evals/{name}/events", tags=["evaluations"], response_class=Response, responses=EVENTS)
     async def events(name: str, last_event_id: Annotated[int, Header(ge=0)] = 0) -> Response:
         """`sample`, `progress`, and at the end `done` or `error`. Last-Event-ID goes on behind that event; 204: nothing is left."""
-        view = await evaluating.view(name)
-        first = await evaluating.events(name, last_event_id, 0.0)
-        if not first and view["status"] in ("done", "failed", "cancelled"):
-            return Response(status_code=204)
-        stream = event_stream(evaluating, name, last_event_id)
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        ended = (await evaluating.view(name))["status"] in ("done", "failed", "cancelled")
+        return await _events(evaluating.events, name, last_event_id, ended)
 
     @api.get("/v1/evals/{name}/samples/{sample_id}", tags=["evaluations"])
     async def sample(name: str, sample_id: str) -> dict[str, Any]:
@@ -179,11 +185,58 @@ def _evaluations(api: FastAPI, evaluating: Evaluating, folder: Path) -> None:
         return FileResponse(path, filename=f"{name}.{file}")
 
 
-async def event_stream(evaluating: Evaluating, name: str, after: int) -> AsyncIterator[str]:
+def _runs(api: FastAPI, runs: Runs) -> None:
+    @api.post("/v1/runs", status_code=202, tags=["runs"])
+    async def submit(
+        body: RunRequest, request: Request, idempotency_key: Annotated[str | None, Header(max_length=KEY_CHARACTERS)] = None
+    ) -> dict[str, Any]:
+        """Start a training run. The same Idempotency-Key and body give the same run."""
+        return await asyncio.to_thread(runs.submit, body, idempotency_key or f"request {request.state.request_id}")
+
+    @api.get("/v1/runs", tags=["runs"])
+    async def listed() -> dict[str, Any]:
+        """All runs, the newest first."""
+        return {"object": "list", "data": await asyncio.to_thread(runs.views)}
+
+    @api.get("/v1/runs/{run_id}", tags=["runs"])
+    async def one(run_id: str) -> dict[str, Any]:
+        """As `rollout status --json`, with the held-out accuracy by step."""
+        return await asyncio.to_thread(runs.view, run_id)
+
+    @api.delete("/v1/runs/{run_id}", tags=["runs"])
+    async def cancel(run_id: str) -> dict[str, Any]:
+        """End a run that has not finished."""
+        return await runs.cancel(run_id)
+
+    @api.post("/v1/runs/{run_id}/resume", status_code=202, tags=["runs"])
+    async def resume(run_id: str) -> dict[str, Any]:
+        """Go on with a run that was stopped, cancelled, killed, or failed."""
+        return await asyncio.to_thread(runs.resume, run_id)
+
+    @api.get("/v1/runs/{run_id}/metrics", tags=["runs"])
+    async def metrics(run_id: str) -> dict[str, Any]:
+        """A record a training step."""
+        return {"object": "list", "data": await asyncio.to_thread(runs.metrics, run_id)}
+
+    @api.get("/v1/runs/{run_id}/events", tags=["runs"], response_class=Response, responses=EVENTS)
+    async def events(run_id: str, last_event_id: Annotated[int, Header(ge=0)] = 0) -> Response:
+        """`progress` of each step, and at the end `done` or `error`. Last-Event-ID goes on behind that event."""
+        ended = (await asyncio.to_thread(runs.view, run_id))["status"] in ("finished", "failed", "cancelled", "stopped")
+        return await _events(runs.events, run_id, last_event_id, ended)
+
+
+async def _events(events: EventsOf, name: str, after: int, ended: bool) -> Response:
+    if ended and not await events(name, after, 0.0):
+        return Response(status_code=204)
+    stream = event_stream(events, name, after)
+    return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+async def event_stream(events: EventsOf, name: str, after: int) -> AsyncIterator[str]:
     """Ends behind the last event. A silence longer than EVENT_WAIT_S is a comment, so that proxies keep the connection."""
     yield "retry: 1000\n\n"
     while True:
-        found = await evaluating.events(name, after, EVENT_WAIT_S)
+        found = await events(name, after, EVENT_WAIT_S)
         if not found:
             yield ": waiting\n\n"
         for event in found:

@@ -1,7 +1,7 @@
 """What every HTTP request passes before and after its route.
 
 Invariant: every reply carries a request id, every fault is answered in one form, a body has a bound, and beyond loopback (or when a
-token is set) nothing but /healthz is served without the token.
+token is set) nothing that the models or the runs hold is served without the token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pipeline.service.arguments import is_loopback, token_digest
 from pipeline.service.faults import Refusal, refusal_of
 
 log = logging.getLogger("service")
-OPEN_PATHS = ("/healthz",)
+OPEN_PATHS = ("/healthz", "/")
+"""Served without a token: whether it lives, and the page, which holds nothing and asks for the token itself."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,11 +13,13 @@ from deployments.calls import CALL_S, RemoteDeployment, RemoteEngine
 from deployments.engines import OPTIONS
 from deployments.gate import GateRules
 from deployments.hosting import log_to_file
+from deployments.launching import launch
 from deployments.names import EVALUATIONS_DEPLOYMENT, MODELS_DEPLOYMENT, SERVICE_DEPLOYMENT
 from pipeline.evaluation.plan import EvalRequest
 from pipeline.service.arguments import Settings
 from pipeline.service.front import Front, Opened
 from pipeline.service.models import Model
+from pipeline.service.runs import Runs
 
 MAX_BODY_BYTES = 8 << 20
 MAX_IN_FLIGHT = 256
@@ -74,6 +77,7 @@ def service_deployment(settings: Settings) -> Any:
         backend = RemoteBackend(app, settings)
         front = Front(backend, settings.config.engine.call_timeout_s, MAX_IN_FLIGHT)
         rules = GateRules(settings.loopback, settings.token_sha256, MAX_BODY_BYTES)
-        return make_api(backend, RemoteEvaluating(app), front, rules, settings.runs.evaluations)
+        runs = Runs(settings.runs, Path(settings.code[0]), launch)
+        return make_api(backend, RemoteEvaluating(app), front, runs, rules, settings.runs.evaluations)
 
     return serve.deployment(**OPTIONS | {"name": SERVICE_DEPLOYMENT})(serve.ingress(routes)())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from pipeline.engines.renderer import ChatRenderer
 from pipeline.errors import EngineError, EngineUnavailable, RequestRefused
 from pipeline.evaluation.jobs import Jobs
 from pipeline.evaluation.store import JobStore
+from pipeline.paths import SharedPaths
 from pipeline.service.arguments import token_digest
 from pipeline.service.front import Front, Opened
 from pipeline.service.models import Model
+from pipeline.service.runs import Runs
 from tests.pipeline.evaluation.test_jobs import Player, plan
 from tests.pipeline.evaluator.parts import inline
 from tests.pipeline.service.parts import CONTEXT, Reverser, letters_folder
@@ -73,7 +76,8 @@ async def world(folder: Path, rules: GateRules = RULES, *, max_in_flight: int = 
     jobs = LocalJobs(JobStore(folder / "evals"), Player(), plan, 0.9, offload=inline, **limits)
     await jobs.start()
     front = Front(backend, deadline_s, max_in_flight, clock=lambda: 1000.0, new_seed=lambda: 5)
-    api = make_api(backend, jobs, front, rules, folder / "evals")
+    runs = Runs(SharedPaths(folder / "runs"), folder, lambda arguments, output: None)
+    api = make_api(backend, jobs, front, runs, rules, folder / "evals")
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=api), base_url="http://127.0.0.1:8000") as client:
             yield World(client, backend, jobs)
@@ -246,7 +250,7 @@ async def test_a_token_is_asked_for_everywhere_but_at_the_door(tmp_path):
     async with world(tmp_path, rules) as here:
         assert (await here.client.get("/healthz", headers={"host": "public.example"})).status_code == 200
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic s3cret"}, {"authorization": "s3cret"}):
-            for path in ("/v1/models", "/v1/evals", "/metrics", "/openapi.json", "/nothing"):
+            for path in ("/v1/models", "/v1/evals", "/v1/runs", "/metrics", "/openapi.json", "/nothing"):
                 response = await here.client.get(path, headers=headers)
                 assert (
                     error_of(response, 401)["type"] == "authentication_error" and response.headers["www-authenticate"] == "Bearer"
@@ -355,6 +359,23 @@ async def test_wrong_evaluations_name_the_key(here):
     long = await here.client.post("/v1/evals", json={}, headers={"idempotency-key": "k" * 300})
     assert error_of(long, 400)["param"] == "idempotency-key"
     error_of(await here.client.get("/v1/evals/none/events", headers={"last-event-id": "-1"}), 400)
+
+
+async def test_runs_over_http(here):
+    assert (await here.client.get("/v1/runs")).json() == {"object": "list", "data": []}
+    for method, path in [("GET", ""), ("GET", "/events"), ("GET", "/metrics"), ("DELETE", ""), ("POST", "/resume")]:
+        error_of(await here.client.request(method, f"/v1/runs/none{path}"), 404)
+    assert error_of(await here.post("/v1/runs"), 400)["param"] == "config"
+    assert error_of(await here.post("/v1/runs", config="nothing.yaml"), 404)["param"] == "config"
+    assert "unknown key studnt" in error_of(await here.post("/v1/runs", config={"studnt": {}}), 400)["message"]
+
+
+async def test_the_page_asks_for_nothing_from_elsewhere(here):
+    page = await here.client.get("/")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert not re.findall(r"""(?:src|href)=["'](?!data:)|@import|url\(""", page.text)
+    addresses = re.findall(r"""https?://[^"'`\s]+""", page.text)
+    assert set(addresses) <= {"http://www.w3.org/2000/svg"}, "a name space, which nobody fetches"
 
 
 async def test_metrics_have_names_and_help(here):
