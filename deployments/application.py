@@ -16,6 +16,7 @@ from typing import Any
 from pipeline.buffer.lock import RunLock
 from pipeline.errors import Locked, UserError
 from pipeline.service.arguments import Settings, parse_arguments, settle
+from pipeline.service.runs import Runs
 
 GRACE_S = 5.0
 
@@ -30,11 +31,14 @@ def build(given: dict[str, Any]) -> Any:
     from ray import serve
 
     from deployments.evaluations import Evaluations
+    from deployments.launching import launch
     from deployments.models import ModelsReplica
     from deployments.service import service_deployment
 
     if not ray.is_initialized():
         atexit.register(own_cluster(settings))
+    if settings.resume is not None:
+        Runs(settings.runs, Path(settings.code[0]), launch).resume(settings.resume)
     serve.start(http_options={"host": settings.host, "port": settings.port, "location": "EveryNode"})
     models = ModelsReplica.options(num_replicas=settings.config.engine.replicas).bind(settings)
     return service_deployment(settings).bind(models, Evaluations.bind(settings))

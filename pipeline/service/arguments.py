@@ -34,6 +34,8 @@ class ServeArguments(Strict):
     """A configuration file; None: that of the run, else configs/quickstart.yaml."""
     run_id: str | None = None
     """The run whose newest weights are live; None: the configuration's own student, as it begins."""
+    resume: str | None = None
+    """A run to go on with, as a process of its own; its weights are live, unless `run_id` says another."""
     runs_dir: Path | None = None
     """Where runs lie; None: $ROLLOUT_RUNS, else ./runs."""
     host: str = "127.0.0.1"
@@ -51,6 +53,8 @@ class Settings:
     """Folders from which the configuration's own modules are imported."""
     runs: SharedPaths
     run: RunPaths | None
+    resume: str | None
+    """Id of the run to go on with."""
     host: str
     port: int
     token_sha256: str | None
@@ -72,14 +76,16 @@ def parse_arguments(given: Mapping[str, Any]) -> ServeArguments:
 def settle(arguments: ServeArguments, environment: Mapping[str, str] = os.environ, beside: Path = Path()) -> Settings:
     """beside: the folder that holds configs/ when the current one does not. Raises UserError."""
     root = run_root(arguments.runs_dir, environment)
-    run = find_run(root, arguments.run_id) if arguments.run_id is not None else None
+    resumed = find_run(root, arguments.resume) if arguments.resume is not None else None
+    run = find_run(root, arguments.run_id) if arguments.run_id is not None else resumed
     path = arguments.config or (run.config if run is not None else _default_config(beside))
     loaded = read_config(path)
     check_names(loaded.config)
     folder = loaded.path.resolve().parent
     code = tuple(str(part) for part in (folder, folder / "code") if part.is_dir())
     token = _token(arguments, environment)
-    return Settings(loaded.config, code, SharedPaths(root), run, arguments.host, arguments.port, token)
+    resume = resumed.run_id if resumed is not None else None
+    return Settings(loaded.config, code, SharedPaths(root), run, resume, arguments.host, arguments.port, token)
 
 
 def is_loopback(host: str) -> bool:
