@@ -12,12 +12,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pipeline.config.stages import SandboxPart
 from pipeline.engines.base import Completion
-from pipeline.records import NOBODY, STUDENT, StepContext, Task
+from pipeline.errors import ConfigError
+from pipeline.records import NOBODY, STUDENT, TEACHER, StepContext, Task
+from pipeline.sandboxes.base import Contents, Sandbox
 
 
 class Generator(Protocol):
-    """The student, as an agent sees it. Version, seeds and batching are the caller's business."""
+    """A student or a teacher, as an agent sees it. Version, seeds and batching are the caller's business."""
 
     async def generate(self, prompt: np.ndarray, *, turn: int, max_tokens: int | None = None) -> Completion: ...
 
@@ -30,6 +33,21 @@ class Renderer(Protocol):
         ...
 
     def decode(self, token_ids: np.ndarray) -> str: ...
+
+
+class MultiTurnRenderer(Renderer, Protocol):
+    """What agents with more than one turn, and teachers that speak, need besides."""
+
+    eos_token_id: int
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """int32 [N]: the text alone."""
+        ...
+
+    def render_reply(self, content: str, answer: np.ndarray) -> np.ndarray:
+        """int32 [N]: what follows the answer's tokens in the template: its end where it has none, a user's turn that says
+        `content`, and the beginning of the next answer."""
+        ...
 
 
 @dataclass(slots=True)
@@ -55,12 +73,21 @@ class Trajectory:
         self.versions.extend([-1] * count)
 
     def append_completion(self, completion: Completion, executor: int = STUDENT) -> None:
+        """A teacher's tokens carry no weight version: no model that is trained made them."""
         count = len(completion.token_ids)
         self.token_ids.extend(int(token) for token in completion.token_ids)
         self.loss_mask.extend([1] * count)
         self.logprobs.extend(float(value) for value in completion.logprobs)
         self.executor.extend([executor] * count)
-        self.versions.extend([completion.weight_version] * count)
+        self.versions.extend([-1 if executor == TEACHER else completion.weight_version] * count)
+
+
+def student_alone(turn: int) -> int:
+    return STUDENT
+
+
+async def no_sandbox(part: str, contents: Contents) -> Sandbox:
+    raise ConfigError("this episode was given no sandboxes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +103,20 @@ class Episode:
     """Failed attempts of the ordinal before this one: part of names that must be new for each try (a sandbox's)."""
     offload: Callable[..., Awaitable[Any]] = asyncio.to_thread
     """Runs blocking work outside the event loop: `await offload(function, *arguments)`."""
+    teacher: Generator | None = None
+    executor_of: Callable[[int], int] = student_alone
+    """Turn -> STUDENT or TEACHER."""
+    open_sandbox: Callable[[str, Contents], Awaitable[Sandbox]] = no_sandbox
+    """A sandbox within the sample's token, named for this try and the given part of it. Who opens it closes it."""
+    sandbox: SandboxPart = SandboxPart()
+
+    async def act(self, prompt: np.ndarray, *, turn: int, max_tokens: int | None = None) -> tuple[Completion, int]:
+        """What is said in a turn, and who says it."""
+        executor = self.executor_of(turn)
+        speaker = self.student if executor == STUDENT else self.teacher
+        if speaker is None:
+            raise ConfigError(f"turn {turn} of {self.task.task_id} is the teacher's, and there is none")
+        return await speaker.generate(prompt, turn=turn, max_tokens=max_tokens), executor
 
 
 class Agent(Protocol):

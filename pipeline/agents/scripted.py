@@ -80,7 +80,7 @@ class Scripted:
             await self._play("run", script.run_s, episode)
             if turn:
                 trajectory.append_context(np.asarray([turn], np.int32))
-            trajectory.append_completion(await self._turn(episode, trajectory, turn))
+            trajectory.append_completion(*await self._turn(episode, trajectory, turn))
         return trajectory
 
     def _stopped(self, episode: Episode, trajectory: Trajectory, turn: int) -> str | None:
@@ -100,19 +100,20 @@ class Scripted:
     async def cleanup(self, episode: Episode) -> None:
         await self._play("cleanup", self._script.cleanup_s, episode)
 
-    async def _turn(self, episode: Episode, trajectory: Trajectory, turn: int) -> Completion:
+    async def _turn(self, episode: Episode, trajectory: Trajectory, turn: int) -> tuple[Completion, int]:
         if self._script.engine:
             prompt = np.asarray(trajectory.token_ids, np.int32)
-            return await episode.student.generate(prompt, turn=turn, max_tokens=max(1, self._script.tokens))
+            return await episode.act(prompt, turn=turn, max_tokens=max(1, self._script.tokens))
         count = self._script.tokens
         version = episode.context.exact_version
-        return Completion(
+        completion = Completion(
             request_id=f"{episode.task.ordinal}.{episode.index}.{turn}",
             token_ids=np.arange(1, count + 1, dtype=np.int32),
             logprobs=np.full(count, -1.0, np.float32),
             finish_reason="stop",
             weight_version=episode.context.min_version if version is None else version,
         )
+        return completion, episode.executor_of(turn)
 
     async def _play(self, phase: str, seconds: float, episode: Episode) -> None:
         if seconds:

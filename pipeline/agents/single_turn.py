@@ -29,8 +29,8 @@ class SingleTurn:
         if room < 1:
             trajectory.finish_reason = "context_overflow"
             return trajectory
-        completion = await episode.student.generate(prompt, turn=0, max_tokens=room)
-        trajectory.append_completion(completion)
+        completion, executor = await episode.act(prompt, turn=0, max_tokens=room)
+        trajectory.append_completion(completion, executor)
         trajectory.text = episode.renderer.decode(completion.token_ids)
         trajectory.finish_reason = "finish" if completion.finish_reason == "stop" else "length"
         return trajectory

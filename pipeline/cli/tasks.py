@@ -1,7 +1,10 @@
-"""`rollout tasks check CONFIG`: proves the tasks before a model sees them: every reference answer must be worth 1.0."""
+"""`rollout tasks check CONFIG`: proves the tasks before a model sees them: every reference answer must be worth 1.0.
+
+A repair task must fail before, and pass with its patch."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +16,10 @@ if TYPE_CHECKING:
     from pipeline.fetcher.catalog import Catalog
     from pipeline.fetcher.verifiers import Verifier
     from pipeline.records import Task
+
+
+TEST_S = 60.0
+"""For one run of a task's tests."""
 
 
 def register(app: typer.Typer) -> None:
@@ -43,6 +50,7 @@ def check(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     items: Annotated[int, typer.Option(min=1, help="Items of each split to score.")] = 50,
+    times: Annotated[int, typer.Option(min=1, help="How often each repair task must hold.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
     from pipeline.cli.checks import check_names
@@ -50,7 +58,7 @@ def check(
     from pipeline.config.loading import read_config
 
     catalog = check_names(read_config(config, overrides).config)
-    found = {name: check_dataset(catalog, name, items) for name in catalog.shelves}
+    found = {name: check_dataset(catalog, name, items, times) for name in catalog.shelves}
     good = not any(checked.failures for checked in found.values())
     if as_json:
         echo_json({"ok": good, "datasets": {name: asdict(checked) for name, checked in found.items()}})
@@ -60,18 +68,54 @@ def check(
         raise typer.Exit(1)
 
 
-def check_dataset(catalog: Catalog, name: str, items: int) -> Checked:
+def check_dataset(catalog: Catalog, name: str, items: int, times: int = 1) -> Checked:
     """Score the reference answers of up to `items` items of each split."""
     from pipeline.fetcher.verifiers import load_verifier
 
     shelf = catalog.shelves[name]
     checked = Checked(len(shelf.train), len(shelf.held_out))
     verifiers: dict[str, Verifier] = {}
-    for task in (*catalog.examples(name, "train", items), *catalog.examples(name, "held_out", items)):
+    tasks = [*catalog.examples(name, "train", items), *catalog.examples(name, "held_out", items)]
+    if shelf.settings.source == "swe":
+        asyncio.run(_prove([task for task in tasks for _ in range(times)], checked))
+        return checked
+    for task in tasks:
         if task.verifier not in verifiers:
             verifiers[task.verifier] = load_verifier(task.verifier)
         _score(task, verifiers[task.verifier], checked)
     return checked
+
+
+async def _prove(tasks: list[Task], checked: Checked) -> None:
+    """As many at a time as there are processors, each in sandboxes of its own."""
+    import os
+
+    from pipeline.agents.repair import prove
+    from pipeline.fetcher.swe import repair_of
+    from pipeline.sandboxes.base import Contents, Limits, Sandbox
+    from pipeline.sandboxes.local import LocalSandboxes
+
+    sandboxes = LocalSandboxes()
+    permits = asyncio.Semaphore(os.cpu_count() or 1)
+
+    async def one(number: int, task: Task) -> None:
+        async def open_sandbox(part: str, contents: Contents) -> Sandbox:
+            return await sandboxes.open(f"check-{os.getpid()}-{number}-{part}", contents, Limits())
+
+        async with permits:
+            proof = await prove(open_sandbox, repair_of(task), TEST_S)
+        checked.checked += 1
+        checked.solved += not proof.faults
+        checked.failures += [{"task_id": task.task_id, "why": fault} for fault in proof.faults]
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number, task in enumerate(tasks):
+                group.create_task(one(number, task), name=f"check {task.task_id}")
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    finally:
+        await sandboxes.close()
 
 
 def _score(task: Task, verify: Verifier, checked: Checked) -> None:

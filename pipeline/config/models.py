@@ -73,8 +73,9 @@ class Teacher(ModelSource):
     smoothing: float = Field(0.0, ge=0, lt=1)
     """Probability mass spread evenly over the vocabulary: p' = (1 - s) p + s / V."""
     replicas: int = Field(1, ge=1)
-    engine: Literal["torch", "fixed_cost"] = "torch"
-    """`fixed_cost` scores every token with the same logprob after a stated time: for tests, demos and benchmarks."""
+    engine: Literal["torch", "fixed_cost", "reference"] = "torch"
+    """`fixed_cost` scores every token with the same logprob after a stated time: for tests, demos and benchmarks. `reference`
+    knows the reference answers and plays them, turn by turn: it can act (dagger, aggrevate), and it cannot score."""
     fixed_cost_s: float = Field(0.0, ge=0)
     """`fixed_cost` engine: seconds a scoring call."""
     row_cost_s: float = Field(0.0, ge=0)
@@ -82,6 +83,9 @@ class Teacher(ModelSource):
 
     def needs_model(self) -> bool:
         return self.engine == "torch"
+
+    def has_engine(self) -> bool:
+        return self.engine != "reference"
 
 
 class Script(Strict):

@@ -36,13 +36,28 @@ class RunConfig(Strict):
                 raise ValueError(f"datasets.{name}.task_type {dataset.task_type!r} has no spec; specs cover {sorted(types)}")
             if dataset.teacher is not None and dataset.teacher not in self.teachers:
                 raise ValueError(f"datasets.{name}.teacher {dataset.teacher!r} is unknown; teachers are {sorted(self.teachers)}")
-            if dataset.train and self.algorithm.wants_teacher() and self.teacher_of(name) is None:
+            if dataset.train and self.asks_teacher() and self.teacher_of(name) is None:
                 raise ValueError(
                     f"algorithm.name {self.algorithm.name!r} needs a teacher for datasets.{name}; set datasets.{name}.teacher "
                     f"to one of {sorted(self.teachers)}"
                 )
         if not any(dataset.train for dataset in self.datasets.values()):
             raise ValueError("no dataset has train: true")
+        return self
+
+    @model_validator(mode="after")
+    def _teachers_can_do_what_is_asked(self) -> RunConfig:
+        for name in self.datasets:
+            alias = self.teacher_of(name)
+            if alias is None:
+                continue
+            teacher = self.teachers[alias]
+            if self.algorithm.wants_teacher() and teacher.engine == "reference":
+                raise ValueError(f"teachers.{alias}.engine 'reference' cannot score tokens: use it with dagger or aggrevate")
+            if self.algorithm.mixes() and teacher.engine == "fixed_cost":
+                raise ValueError(f"teachers.{alias}.engine 'fixed_cost' cannot act: use torch or reference")
+            if self.algorithm.mixes() and teacher.shots:
+                raise ValueError(f"teachers.{alias}.shots {teacher.shots}: a teacher that acts reads the student's own prompt")
         return self
 
     @model_validator(mode="after")
@@ -65,9 +80,13 @@ class RunConfig(Strict):
     def capacity(self) -> int:
         return self.buffer.capacity or self.rollout.tasks_per_step * (self.rollout.max_staleness + 1)
 
+    def asks_teacher(self) -> bool:
+        """To score, or to act."""
+        return self.algorithm.wants_teacher() or self.algorithm.mixes()
+
     def teacher_of(self, dataset: str) -> str | None:
-        """Alias of the teacher that scores a dataset, or None when the algorithm asks for none."""
-        if not self.algorithm.wants_teacher():
+        """Alias of the teacher that scores a dataset or acts in it, or None when the algorithm asks for none."""
+        if not self.asks_teacher():
             return None
         named = self.datasets[dataset].teacher
         if named is None and len(self.teachers) == 1:
@@ -84,4 +103,4 @@ class RunConfig(Strict):
         """Fields that must be produced before a group of this dataset is ready to be trained on."""
         if self.teacher_stage.mode == "score_at_select":  # the trainer has them produced once it has selected
             return ()
-        return ("teacher",) if self.teacher_of(dataset) is not None else ()
+        return ("teacher",) if self.algorithm.wants_teacher() and self.teacher_of(dataset) is not None else ()

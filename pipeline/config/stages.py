@@ -50,7 +50,7 @@ class Dataset(Strict):
     """reasoning_gym: items drawn before duplicates are removed."""
     seed: int = Field(0, ge=0)
     path: Path | None = None
-    """jsonl and parquet: the file, relative to the configuration file."""
+    """jsonl, parquet and swe: the file, relative to the configuration file."""
     columns: dict[str, str] = {}
     """Maps `prompt`, `answer`, `id` to the file's own column names."""
     verifier: str | None = None
@@ -87,6 +87,19 @@ class ResourcePart(Strict):
     custom: dict[str, float] = {}
 
 
+class SandboxPart(Strict):
+    """Where the commands of an agent run. CPU and memory are those of the sample's token; what it does not ask for is 1 each."""
+
+    starts: int = Field(8, ge=1)
+    """Sandboxes that a worker starts at the same time; this is apart from how many run."""
+    processes: int = Field(64, ge=2)
+    file_mb: int = Field(64, ge=1)
+    """Of one file, and of each temporary folder."""
+    command_timeout_s: float = Field(30.0, gt=0)
+    output_bytes: int = Field(4096, ge=64)
+    """Of one command's output that the model sees; the middle is left out."""
+
+
 class Spec(Strict):
     """How one task type is played. See SPEC: evaluator specs and the cascade."""
 
@@ -101,6 +114,7 @@ class Spec(Strict):
     batch_size: int | None = Field(1, ge=1)
     """Tasks a batch; None: one open batch that is sealed at the end."""
     default_stopping: StoppingPart = StoppingPart()
+    sandbox: SandboxPart = SandboxPart()
     init_timeout_s: float = Field(30.0, gt=0)
     turn_timeout_s: float = Field(120.0, gt=0)
     run_timeout_s: float = Field(600.0, gt=0)

@@ -63,18 +63,37 @@ class Grpo(Strict):
     """Mean over all tokens of the step, or over sequences of their token means."""
 
 
+class Imitation(Strict):
+    """Learning from what was done: `dagger` and `aggrevate` from the teacher's tokens, `iter_sft` from all of a kept sample."""
+
+    coefficient: float = Field(1.0, ge=0)
+    """Of the cross-entropy."""
+    kl_coefficient: float = Field(0.1, ge=0)
+    """`aggrevate`: of KL(behaviour || student) on the student's own tokens."""
+
+
 class Algorithm(Strict):
-    name: Literal["opd", "grpo", "grpo_opd"] = "opd"
+    name: Literal["opd", "grpo", "grpo_opd", "dagger", "aggrevate", "iter_sft"] = "opd"
     opd: Opd = Opd()
     grpo: Grpo = Grpo()
+    imitation: Imitation = Imitation()
     beta: Schedule = Schedule()
-    """dagger: probability that the teacher acts."""
+    """`dagger`: probability that the teacher acts in a turn."""
     t_max: TMax = TMax()
+    """`aggrevate`: the student plays the first kappa turns of a task, kappa uniform on 0..t_max, and the teacher the rest."""
     passes: int = Field(1, ge=1)
     """Passes over each step's groups."""
 
     def wants_teacher(self) -> bool:
+        """To score what the student said."""
         return self.name in ("opd", "grpo_opd")
+
+    def mixes(self) -> bool:
+        """A teacher plays some of the turns."""
+        return self.name in ("dagger", "aggrevate")
+
+    def imitates(self) -> bool:
+        return self.mixes() or self.name == "iter_sft"
 
 
 class Trainer(Strict):
@@ -121,6 +140,8 @@ class Eval(Strict):
     """How long publishing new weights waits for a running evaluation."""
     teacher: bool = True
     """Evaluate the teachers once, for the summary."""
+    beta: float = Field(0.0, ge=0, le=1)
+    """Probability that the teacher acts in a turn of an evaluation; 0: the student plays alone."""
 
 
 class Observe(Strict):

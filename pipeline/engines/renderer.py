@@ -19,6 +19,8 @@ from tokenizers import Tokenizer
 from pipeline.engines.digests import tokenizer_digest
 from pipeline.errors import DataError, UserError
 
+_ANSWER = "(the answer)"
+"""Stands for an answer where only what surrounds it is asked for."""
 _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -54,12 +56,25 @@ class ChatRenderer:
 
     def render(self, messages: Iterable[tuple[str, str]]) -> np.ndarray:
         """int32 [P], ending where the assistant's answer begins. Raises DataError when the template refuses the messages."""
+        return self.encode_text(self._text(messages))
+
+    def render_reply(self, content: str, answer: np.ndarray) -> np.ndarray:
+        """int32 [N]: what the template puts after an answer's own tokens, up to where the next answer begins.
+
+        The answer stays as it was sampled: its text is never tokenised again. One that was cut off is ended here.
+        """
+        text = self._text((("user", "?"), ("assistant", _ANSWER), ("user", content)))
+        rest = text.partition(_ANSWER)[2]
+        if len(answer) and int(answer[-1]) == self.eos_token_id:
+            rest = rest.removeprefix(self._specials["eos_token"])
+        return self.encode_text(rest)
+
+    def _text(self, messages: Iterable[tuple[str, str]]) -> str:
         turns = [{"role": role, "content": content} for role, content in messages]
         try:
-            text = self._template.render(messages=turns, add_generation_prompt=True, **self._specials)
+            return self._template.render(messages=turns, add_generation_prompt=True, **self._specials)
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template refuses the messages: {error}") from error
-        return self.encode_text(text)
 
     def encode_text(self, text: str) -> np.ndarray:
         """int32 [N]: the text alone, no special tokens added around it."""

@@ -124,7 +124,8 @@ def fixed_lines(config: RunConfig, workers: int) -> tuple[Line, ...]:
         Line("workflow nodes", NODES_A_STEP * steps, cpu),
         Line("engine student", config.engine.replicas, cpu),
     ]
-    lines += [Line(f"engine teacher {alias}", teacher.replicas, cpu) for alias, teacher in config.teachers.items()]
+    served = {alias: teacher for alias, teacher in config.teachers.items() if teacher.has_engine()}
+    lines += [Line(f"engine teacher {alias}", teacher.replicas, cpu) for alias, teacher in served.items()]
     return tuple(lines)
 
 

@@ -59,10 +59,17 @@ async def play(
     if unclean is not None and sample.error is None:
         sample.error, sample.phase = root_cause(unclean), "cleanup"
     sample.node = token.node
-    made = turns or (progress.trajectory.turns if progress.trajectory is not None else [])
-    sample.turns = tuple({**turn, "node": token.node, "gpu": token.gpu_id} for turn in made)
+    sample.turns = _turns(turns, progress.trajectory, token)
     sample.seconds = clock() - started
     return sample
+
+
+def _turns(made: list[dict[str, Any]], trajectory: Trajectory | None, token: PlacementToken) -> tuple[dict[str, Any], ...]:
+    """What was generated, turn by turn, and beside it what the agent says of the turn."""
+    said = trajectory.turns if trajectory is not None else []
+    count = max(len(made), len(said))
+    both = [{**(made[turn] if turn < len(made) else {}), **(said[turn] if turn < len(said) else {})} for turn in range(count)]
+    return tuple({**turn, "node": token.node, "gpu": token.gpu_id} for turn in both)
 
 
 async def _phases(make_agent: Callable[[], Agent], episode: Episode, timeouts: PhaseTimeouts, progress: _Progress) -> None:

@@ -7,9 +7,10 @@ more is cancelled.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -116,11 +117,23 @@ class GroupGenerator:
         return found
 
 
+class Speaker(Protocol):
+    """Who answers one request: a group's engine, or a teacher without one."""
+
+    async def generate(self, request: GenerateRequest) -> Completion: ...
+
+
 class SampleGenerator:
-    """The student as the agent of one sample sees it (`agents.base.Generator`): seeds, deadline and turn records are here."""
+    """Student or teacher as the agent of one sample sees it (`agents.base.Generator`): seeds, deadline, turn records are here."""
 
     def __init__(
-        self, group: GroupGenerator, sample_id: str, sampling: Sampling, seed: int, turn_s: float, clock: Callable[[], float]
+        self,
+        group: Speaker,
+        sample_id: str,
+        sampling: Sampling,
+        seed: int,
+        turn_s: float,
+        clock: Callable[[], float],
     ) -> None:
         self._group = group
         self._sample_id = sample_id
@@ -128,8 +141,15 @@ class SampleGenerator:
         self._seed = seed
         self._turn_s = turn_s
         self._clock = clock
+        self._executor = "student"
         self.turns: list[dict[str, Any]] = []
         """What was generated, also when the episode failed later."""
+
+    def beside(self, group: Speaker, executor: str) -> SampleGenerator:
+        """Another who may speak in this sample, under the same rules and into the same records."""
+        other = copy.copy(self)
+        other._group, other._executor = group, executor
+        return other
 
     async def generate(self, prompt: np.ndarray, *, turn: int, max_tokens: int | None = None) -> Completion:
         sampling = self._sampling if max_tokens is None else replace(self._sampling, max_tokens=max_tokens)
@@ -141,7 +161,7 @@ class SampleGenerator:
                 "turn": turn,
                 "tokens": len(completion.token_ids),
                 "seconds": round(self._clock() - started, 6),
-                "executor": "student",
+                "executor": self._executor,
                 "weight_version": completion.weight_version,
             }
         )

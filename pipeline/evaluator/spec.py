@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import ResourcePart, Spec, StoppingPart
+from pipeline.config.stages import ResourcePart, SandboxPart, Spec, StoppingPart
 from pipeline.errors import ConfigError
 
 GPU_UNIT, CPU_UNIT, MEMORY_UNIT = 10_000, 1_000, 1_024
@@ -113,6 +113,7 @@ class EvaluatorSpec:
     """Tasks a batch; None: one open batch that is sealed at the end."""
     default_stopping: StoppingPart = StoppingPart()
     timeouts: PhaseTimeouts = PhaseTimeouts()
+    sandbox: SandboxPart = SandboxPart()
 
     @property
     def sample_resource(self) -> Resource:
@@ -147,6 +148,7 @@ def _spec(part: Spec) -> EvaluatorSpec:
         timeouts=PhaseTimeouts(
             part.init_timeout_s, part.turn_timeout_s, part.run_timeout_s, part.verify_timeout_s, part.cleanup_timeout_s
         ),
+        sandbox=part.sandbox,
     )
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from pipeline.agents.base import Agent, Episode, Renderer
+from pipeline.agents.base import Agent, Episode, Generator, Renderer
 from pipeline.agents.loading import load_agent
+from pipeline.agents.mixing import executors
+from pipeline.agents.reference import ReferenceTeacher
 from pipeline.buffer.api import Attempt
 from pipeline.config.schema import RunConfig
 from pipeline.engines.base import Engine, Version
@@ -21,6 +23,9 @@ from pipeline.evaluator.episode import abort, play
 from pipeline.evaluator.generation import CallPolicy, GroupGenerator, SampleGenerator
 from pipeline.evaluator.spec import EvaluatorSpec, PhaseTimeouts, PlacementToken
 from pipeline.records import Sample, StepContext, Task, sample_seed
+from pipeline.sandboxes.base import Contents, Limits, Sandbox, Sandboxes
+from pipeline.sandboxes.leases import sandbox_name
+from pipeline.sandboxes.local import LocalSandboxes
 
 log = logging.getLogger("evaluator")
 
@@ -44,7 +49,8 @@ class WorkerClient(Protocol):
 class EvaluatorWorker:
     """Implements `WorkerClient`. Raises ConfigError for a spec whose agent cannot be loaded.
 
-    offload: runs blocking work (verifiers) outside the event loop.
+    offload: runs blocking work (verifiers) outside the event loop. teachers: by alias, the engines of teachers that act. run:
+    names sandboxes; two workers that play at the same time have different ones.
     """
 
     def __init__(
@@ -56,8 +62,15 @@ class EvaluatorWorker:
         node: str,
         *,
         offload: Callable[..., Awaitable[Any]] = asyncio.to_thread,
+        teachers: Mapping[str, Engine] | None = None,
+        sandboxes: Sandboxes | None = None,
+        run: str = "",
     ) -> None:
         self.node = node
+        self._config = config
+        self._teachers = teachers or {}
+        self._sandboxes = sandboxes or LocalSandboxes(min((spec.sandbox.starts for spec in specs.values()), default=1))
+        self._run = run
         self._renderer = renderer
         self._engine = engine
         self._specs = specs
@@ -72,9 +85,11 @@ class EvaluatorWorker:
         """tokens: one for each index; the caller holds them until this returns."""
         timeouts = self._timeouts(task)
         group = GroupGenerator(self._engine, Version(context.min_version, context.exact_version), self._policy)
+        acting = self._acting(task)
         episodes, plays = [], []
         for index, token in zip(indices, tokens, strict=True):
             episode, generator = self._episode(task, index, attempt, context, group, timeouts)
+            episode = self._equipped(episode, generator, acting, token)
             episodes.append(episode)
             plays.append(asyncio.create_task(self._play(episode, generator, timeouts, token), name=f"{task.ordinal}.{index}"))
         try:
@@ -82,6 +97,8 @@ class EvaluatorWorker:
         finally:
             await self._end(plays, timeouts.cleanup_s)
             await group.close()
+            if acting is not None:
+                await acting.close()
         return [self._sample(playing, episode) for playing, episode in zip(plays, episodes, strict=True)]
 
     def aborted(self, task: Task, index: int, attempt: Attempt, context: StepContext, fault: BaseException) -> Sample:
@@ -110,6 +127,39 @@ class EvaluatorWorker:
         clock = asyncio.get_running_loop().time
         generator = SampleGenerator(group, f"{task.ordinal}.{index}", task.sampling, seed, timeouts.turn_s, clock)
         return Episode(task, index, context, generator, self._renderer, attempt.failures, self._offload), generator
+
+    def _acting(self, task: Task) -> GroupGenerator | None:
+        """Of a teacher that acts and has an engine."""
+        alias = task.teacher if self._config.algorithm.mixes() else None
+        if alias is None or not self._config.teachers[alias].has_engine():
+            return None
+        if alias not in self._teachers:
+            raise ConfigError(f"teachers.{alias} acts in {task.dataset}, and no engine serves it here")
+        return GroupGenerator(self._teachers[alias], Version(), self._policy)
+
+    def _equipped(
+        self, episode: Episode, student: SampleGenerator, acting: GroupGenerator | None, token: PlacementToken
+    ) -> Episode:
+        """With a teacher, where one acts, and with sandboxes within the token."""
+        task, context, spec = episode.task, episode.context, self._specs[episode.task.task_type]
+        name = sandbox_name(self._run, context.phase, context.step, task.ordinal, episode.index, episode.attempt)
+        limits = Limits(token.cpu or 1.0, int((token.memory_gb or 1.0) * 1024), spec.sandbox.processes, spec.sandbox.file_mb)
+
+        async def open_sandbox(part: str, contents: Contents) -> Sandbox:
+            return await self._sandboxes.open(f"{name}-{part}", contents, limits)
+
+        return replace(
+            episode,
+            teacher=self._teacher(task, student, acting),
+            executor_of=executors(self._config, task, episode.index, episode.attempt, context),
+            open_sandbox=open_sandbox,
+            sandbox=spec.sandbox,
+        )
+
+    def _teacher(self, task: Task, student: SampleGenerator, acting: GroupGenerator | None) -> Generator | None:
+        if task.teacher is None or not self._config.algorithm.mixes():
+            return None
+        return student.beside(acting or ReferenceTeacher(task, self._renderer), "teacher")
 
     async def _play(self, episode: Episode, generator: SampleGenerator, timeouts: PhaseTimeouts, token: PlacementToken) -> Sample:
         make_agent = self._makers[episode.task.task_type]

@@ -5,6 +5,7 @@ Invariant: `task(ordinal)` is a pure function of (configuration, ordinal), and n
 
 from __future__ import annotations
 
+import string
 import zlib
 from dataclasses import dataclass
 from typing import Literal
@@ -105,7 +106,10 @@ class Catalog:
     def texts(self) -> list[tuple[Messages, str]]:
         """(messages, answer) of every item there is, held-out ones included: what a tokenizer must be able to say."""
         items = ((shelf, item) for shelf in self.shelves.values() for item in (*shelf.train, *shelf.held_out))
-        return [(shelf.messages(item), item.answer or "") for shelf, item in items]
+        texts = [(shelf.messages(item), item.answer or "") for shelf, item in items]
+        if any(shelf.settings.source == "swe" for shelf in self.shelves.values()):  # commands and their output can be any text
+            texts.append(((("user", string.printable),), ""))
+        return texts
 
     def _task(self, shelf: Shelf, item: Item, ordinal: int, samples: int, sampling: Sampling, *, train: bool) -> Task:
         task_id = f"{shelf.name}/{item.item_id}"

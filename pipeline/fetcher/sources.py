@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.config.stages import Dataset
 from pipeline.errors import ConfigError, root_cause
 from pipeline.fetcher.gym import make_generator
+from pipeline.fetcher.swe import read_repair
 from pipeline.fetcher.verifiers import NEED_ANSWER
 from pipeline.importing import is_reference, load_callable
 
@@ -23,6 +24,7 @@ _USES = {
     "reasoning_gym": {"generator", "params", "size"},
     "jsonl": {"path", "columns"},
     "parquet": {"path", "columns"},
+    "swe": {"path"},
 }
 _OWN_USES = {"params", "columns"}
 
@@ -43,8 +45,6 @@ class Item:
 def load_items(name: str, dataset: Dataset) -> list[Item]:
     """All items of a data set, in the source's own order. Raises ConfigError."""
     source = dataset.source
-    if source == "swe":
-        raise ConfigError(f"datasets.{name}.source 'swe' is not available yet: use reasoning_gym, jsonl, parquet or your own")
     if source not in _USES and not is_reference(source):
         near = difflib.get_close_matches(source, _USES, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -53,7 +53,7 @@ def load_items(name: str, dataset: Dataset) -> list[Item]:
     if source == "reasoning_gym":
         items = _gym_items(name, dataset)
     else:
-        items = _row_items(name, dataset, _rows(name, dataset))
+        items = _row_items(_swe_item if source == "swe" else _row_item, dataset, _rows(name, dataset))
     if not items:
         raise ConfigError(f"datasets.{name}: {dataset.path or source} holds no items")
     return items
@@ -113,7 +113,7 @@ def _rows(name: str, dataset: Dataset) -> Iterator[_Row]:
         raise ConfigError(f"datasets.{name}.path is missing: source {dataset.source} reads a file")
     if not dataset.path.is_file():
         raise ConfigError(f"datasets.{name}.path {dataset.path}: no such file")
-    read = _jsonl_rows if dataset.source == "jsonl" else _parquet_rows
+    read = _parquet_rows if "parquet" in (dataset.source, dataset.path.suffix[1:]) else _jsonl_rows
     return read(name, dataset.path)
 
 
@@ -168,16 +168,22 @@ def _mapping(values: Any, place: str) -> dict[str, Any]:
     return values
 
 
-def _row_items(name: str, dataset: Dataset, rows: Iterable[_Row]) -> list[Item]:
+def _row_items(make: Callable[[Dataset, _Row], Item], dataset: Dataset, rows: Iterable[_Row]) -> list[Item]:
     items: list[Item] = []
     places: dict[str, str] = {}
     for row in rows:
-        item = _row_item(dataset, row)
+        item = make(dataset, row)
         if item.item_id in places:
             raise ConfigError(f"{row.place}: id {item.item_id!r} is a duplicate; it stands first at {places[item.item_id]}")
         places[item.item_id] = row.place
         items.append(item)
     return items
+
+
+def _swe_item(dataset: Dataset, row: _Row) -> Item:
+    """The reference patch is the answer; the agent itself verifies."""
+    repair = read_repair(row.values, row.place)
+    return Item(repair.instance_id, repair.problem_statement, repair.patch, "swe", {"swe": repair.metadata()})
 
 
 def _row_item(dataset: Dataset, row: _Row) -> Item:

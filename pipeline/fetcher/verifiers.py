@@ -33,6 +33,7 @@ def load_verifier(name: str) -> Verifier:
         "numeric": lambda: numeric,
         "contains": lambda: contains,
         "reasoning_gym": GymVerifier,
+        "swe": lambda: _in_a_sandbox,
     }
     score = makers[name]() if name in makers else pick(name, makers, "verifier")
     return lambda task, text: _reward(name, score, task, text)
@@ -70,6 +71,10 @@ def numeric(task: Task, text: str) -> float:
     if wanted is None:
         raise VerifierError(f"verifier 'numeric': the answer {task.answer!r} of {task.task_id} holds no number")
     return float(found is not None and math.isclose(found, wanted, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE))
+
+
+def _in_a_sandbox(task: Task, text: str) -> float:
+    raise VerifierError(f"verifier 'swe': {task.task_id} is judged by running its tests: play it with the agent swe")
 
 
 class GymVerifier:

@@ -29,6 +29,9 @@ from pipeline.sandboxes import cgroups
 log = logging.getLogger("sandboxes")
 
 SUFFIX = ".lease.json"
+UNFINISHED = ".new"
+UNFINISHED_S = 60.0
+"""After which a lease that is still being written never will be."""
 MAX_AGE_S = 6 * 3600.0
 """A sandbox that is older was forgotten by its owner, alive or not."""
 _numbers = itertools.count()
@@ -51,7 +54,7 @@ class Lease:
         """Whole or not at all."""
         values = asdict(self) | {"folder": str(self.folder), "cgroups": [str(path) for path in self.cgroups]}
         self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        aside = self.file.with_suffix(".new")
+        aside = self.file.with_suffix(UNFINISHED)
         aside.write_text(json.dumps(values))
         aside.replace(self.file)
 
@@ -110,6 +113,7 @@ def reap(
     alive: Callable[[ProcessId], bool] = ProcessId.alive,
 ) -> list[str]:
     """Remove every sandbox whose owner is gone, and every one that is too old. Returns the names; what fails is logged."""
+    _remove_unfinished(root, now())
     left = [lease for lease in read_leases(root) if not alive(lease.owner) or now() - lease.created > max_age_s]
     if left:
         _end_processes([lease.folder for lease in left])
@@ -122,6 +126,15 @@ def reap(
         else:
             removed.append(lease.name)
     return removed
+
+
+def _remove_unfinished(root: Path, now: float) -> None:
+    """Leases whose writer was killed meanwhile: there is nothing yet that they name."""
+    for aside in root.glob(f"*{UNFINISHED}") if root.is_dir() else ():
+        writer = aside.name.rpartition("~")[2].partition(".")[0]
+        with contextlib.suppress(FileNotFoundError):
+            if not psutil.pid_exists(int(writer)) or now - aside.stat().st_mtime > UNFINISHED_S:
+                aside.unlink()
 
 
 def remove_folder(folder: Path) -> None:

@@ -51,7 +51,7 @@ def teacher_groups(config: RunConfig) -> tuple[TeacherGroup, ...]:
     used = set(aliases_by_dataset(config).values())
     by_model: dict[str, list[str]] = {}
     for alias, teacher in config.teachers.items():
-        if alias in used:
+        if alias in used and teacher.has_engine():  # which plays where the agent is
             by_model.setdefault(teacher.model_dump_json(exclude=_BESIDE_THE_MODEL), []).append(alias)
     return tuple(
         TeacherGroup(

@@ -184,9 +184,9 @@ def test_bad_files_are_refused_with_their_line(tmp_path, lines, wanted):
         ({"source": "jsonl"}, "datasets.d.path is missing"),
         (
             {"source": "jsnol"},
-            "datasets.d.source 'jsnol' is unknown: one of ['jsonl', 'parquet', 'reasoning_gym'], or module:attribute",
+            "datasets.d.source 'jsnol' is unknown: one of ['jsonl', 'parquet', 'reasoning_gym', 'swe'], or module:attribute",
         ),
-        ({"source": "swe"}, "datasets.d.source 'swe' is not available yet"),
+        ({"source": "swe"}, "datasets.d.path is missing: source swe reads a file"),
         ({}, "datasets.d.generator is missing"),
         ({"generator": "spel_backward"}, "generator 'spel_backward' is unknown to reasoning_gym; did you mean 'spell_backward'?"),
         ({**SPELL, "params": {"min_len": 1}}, "datasets.d: params.min_len is unknown to generator 'spell_backward'"),

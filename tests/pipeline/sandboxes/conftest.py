@@ -22,4 +22,8 @@ async def sandboxes(root: Path):
     made = LocalSandboxes(root=root)
     yield made
     await made.close()
-    assert not list(root.glob("*")), "a sandbox left something behind"
+    assert not left_in(root), "a sandbox left something behind"
+
+
+def left_in(root: Path) -> list[Path]:
+    return list(root.glob("*"))

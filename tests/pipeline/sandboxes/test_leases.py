@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -56,7 +55,7 @@ async def test_opening_again_replaces_what_a_lost_try_left(sandboxes: LocalSandb
     assert (await second.run("ls", 10)).output == "a\n"
     await first.close()
     assert (await second.run("ls", 10)).output == "a\n"
-    assert len([path for path in root.iterdir() if path.is_dir()]) == 1
+    assert len([path for path in left_in(root) if path.is_dir()]) == 1
 
 
 async def test_no_more_than_the_permits_start_at_once_and_none_fails_for_being_early(sandboxes: LocalSandboxes, root: Path):
@@ -82,29 +81,29 @@ async def test_no_more_than_the_permits_start_at_once_and_none_fails_for_being_e
 
 async def test_a_cancelled_start_leaves_nothing(sandboxes: LocalSandboxes, root: Path):
     opening = asyncio.create_task(sandboxes.open("t", {"a": "1"}, Limits()))
-    while not list(root.glob("*.json")):
+    while not left_in(root):
         await asyncio.sleep(0.001)
     opening.cancel()
     await asyncio.wait({opening})
     assert opening.cancelled()
-    assert not list(root.iterdir())
+    assert not left_in(root)
 
 
 async def test_after_sigkill_of_the_owner_no_process_lives_and_the_next_start_removes_the_rest(
     sandboxes: LocalSandboxes, root: Path
 ):
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(root)], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout.readline() == "open\n"
+    owner = await asyncio.create_subprocess_exec(sys.executable, "-c", OWNER, str(root), stdout=asyncio.subprocess.PIPE)
+    assert await owner.stdout.readline() == b"open\n"
     assert len(_sleeping()) == 6
-    owner.send_signal(signal.SIGKILL)
-    owner.wait()
+    owner.kill()
+    await owner.wait()
     deadline = time.monotonic() + 5
     while _sleeping() and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     assert not _sleeping()
-    assert len(list(root.glob("*.json"))) == 3
+    assert len([path for path in left_in(root) if path.is_file()]) == 3
     await (await sandboxes.open("next", {}, Limits())).close()
-    assert not list(root.iterdir())
+    assert not left_in(root)
 
 
 def test_the_reaper_goes_by_owner_and_by_age(root: Path):
@@ -123,6 +122,15 @@ def test_the_reaper_goes_by_owner_and_by_age(root: Path):
     assert reap(root, max_age_s=500.0, now=lambda: 1100.0) == []
 
 
+def test_a_lease_whose_writer_was_killed_is_removed(root: Path):
+    root.mkdir()
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True).stdout.strip()
+    (root / f"t~{gone}.0.lease.new").write_text("{")
+    (root / f"t~{os.getpid()}.1.lease.new").write_text("{")
+    reap(root)
+    assert [path.name for path in root.iterdir()] == [f"t~{os.getpid()}.1.lease.new"]
+
+
 def test_removing_a_folder_never_follows_a_link(tmp_path: Path):
     outside, folder = tmp_path / "outside", tmp_path / "folder"
     outside.mkdir()
@@ -133,6 +141,10 @@ def test_removing_a_folder_never_follows_a_link(tmp_path: Path):
     (folder / "closed").chmod(0)
     remove_folder(folder)
     assert not folder.exists() and (outside / "kept").exists()
+
+
+def left_in(root: Path) -> list[Path]:
+    return sorted(root.iterdir()) if root.is_dir() else []
 
 
 def _sleeping() -> list[int]:

@@ -1,0 +1,27 @@
+"""How a model says a command, and how it is told what came of it."""
+
+from __future__ import annotations
+
+import re
+
+from pipeline.sandboxes.base import Ran
+
+SUBMIT = "submit"
+"""As the only command: the work is done."""
+_BLOCK = re.compile(r"```(?:bash|sh)?[ \t]*\n(.*?)\n?```", re.DOTALL)
+NO_COMMAND = "Say exactly one command in a ```bash block. The command submit ends the work."
+
+
+def block(command: str) -> str:
+    return f"```bash\n{command}\n```"
+
+
+def command_in(text: str) -> str | None:
+    """The only command of a message; None when it has none, or several."""
+    found = _BLOCK.findall(text)
+    return found[0].strip() if len(found) == 1 and found[0].strip() else None
+
+
+def observation(ran: Ran, timeout_s: float) -> str:
+    head = f"stopped after {timeout_s:g} s" if ran.timed_out else f"exit {ran.exit_code}"
+    return f"{head}\n{ran.output}"
