@@ -90,6 +90,7 @@ class EvaluatorPool:
         self._saved = saved
         self._filtered: Counter[int] = Counter()
         self._occupancy = Occupancy(clock)
+        self._noting: asyncio.Task[None] | None = None
 
     async def rollout(self, step: int, batches: Sequence[Batch]) -> RolloutReport:
         """Raises BreakerTripped or StageFailed (with the cause), and the buffer's own errors."""
@@ -111,6 +112,8 @@ class EvaluatorPool:
 
             def done(task: Task, end: GroupEnd) -> None:
                 report.add(end)
+                if end.group is not None and self._config.observe.details:
+                    played[task.ordinal] = [(task, sample) for sample in end.group.samples]
                 if end.settled == "displaced":
                     group.create_task(serve([task]), name=f"again {task.ordinal}")
                 elif end.settled == "dropped":
@@ -132,8 +135,15 @@ class EvaluatorPool:
         self._filtered.pop(step, None)
         report.seconds = self._clock() - started
         if self._config.observe.details:
-            await self._write_details(step, played)
+            await self._note_details(step, played)
         return report
+
+    async def _note_details(self, step: int, played: dict[int, list[Played]]) -> None:
+        """Artefacts are written while the next step is on its way; those of the last step are waited for."""
+        await self._noted()
+        self._noting = asyncio.create_task(self._write_details(step, played), name=f"details of {step}")
+        if step == self._config.trainer.steps:
+            await self._noted()
 
     async def evaluate(
         self,
@@ -193,10 +203,18 @@ class EvaluatorPool:
 
     async def stop(self, grace_s: float) -> int:
         """Dispatch nothing new and let what runs end; returns how many groups still ran after `grace_s` seconds."""
-        return await self._groups.stop(grace_s)
+        running = await self._groups.stop(grace_s)
+        await self._noted()
+        return running
 
     async def close(self) -> None:
         await self._wake.close()
+        await self._noted()
+
+    async def _noted(self) -> None:
+        """The artefacts of the steps so far are written."""
+        if self._noting is not None:
+            await self._noting
 
     async def _slots(self, step: int, count: int) -> list[Assignment]:
         """The newest ordinal of each slot of the step, and its state. The step was assigned by the fetcher: this only reads."""

@@ -352,12 +352,14 @@ async def test_a_training_step_leaves_its_artefacts_also_of_what_was_committed_b
     async with world(make=by_ordinal(o0={"reward": 0.0})) as w:
         batches = await w.assign(1)
         await w.pool.rollout(1, batches)
+        await w.pool.stop(1.0)
         lines = [json.loads(line) for line in (w.paths.details / "train_1.jsonl").read_text().splitlines()]
         assert len(lines) == 16 and {line["class"] for line in lines} == {"solved", "finish_unresolved"}
         summary = json.loads((w.paths.details / "train_1.summary.json").read_text())
         assert summary["results"]["words"]["accuracy"] == 0.75
         (w.paths.details / "train_1.jsonl").unlink()
         await w.pool.rollout(1, batches)
+        await w.pool.stop(1.0)
         assert len((w.paths.details / "train_1.jsonl").read_text().splitlines()) == 16
 
 
