@@ -7,18 +7,16 @@ and the teacher are stated costs. Times of the workload are given in seconds and
 from __future__ import annotations
 
 import asyncio
-import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from pipeline.buffer.schema import create_run
+from pipeline.bench.parts import StandInTokens, bench_buffer, in_this_thread
+from pipeline.bench.virtual_time import run_on_virtual_time
 from pipeline.buffer.service import BufferService
-from pipeline.buffer.settings import BufferSettings
 from pipeline.config.schema import RunConfig
 from pipeline.engines.fixed_cost import FixedCostTeacher
 from pipeline.engines.scripted import ScriptedEngine
@@ -26,12 +24,10 @@ from pipeline.engines.weights import WeightStore
 from pipeline.evaluator.pool import EvaluatorPool
 from pipeline.evaluator.spec import NodeSpec, specs_from_config
 from pipeline.evaluator.worker import EvaluatorWorker
-from pipeline.paths import RunPaths
 from pipeline.records import Batch, Sampling, Stopping, Task
 from pipeline.teacher.on_demand import ScoreOnDemand
 from pipeline.teacher.scorer import TeacherScorer, start_teachers
 from pipeline.teacher.teacher import Teacher
-from pipeline.teacher.virtual_time import run_on_virtual_time
 
 Mode = Literal["stage", "inline", "none"]
 SCALE = 10.0
@@ -53,6 +49,8 @@ class Workload:
     train_s: float = 1.0
     call_s: float = 0.9
     row_s: float = 0.0
+    replicas: int = 1
+    """Of the teacher."""
     sampler: str = "in_order"
     seed: int = 0
 
@@ -76,20 +74,35 @@ def play(workload: Workload, mode: Mode) -> Played:
     return run_on_virtual_time(_play(workload, mode))
 
 
-def figures(workload: Workload = Workload(), row_s: float = 0.1) -> dict[str, float]:
-    """stage_over_inline: how many times faster the stage is. stage_over_none: time over that without a teacher.
-    stage_over_bound: with `row_s` a row, time over the largest of the rollout, teacher and training bounds."""
+def figures(workload: Workload = Workload()) -> dict[str, float]:
+    """stage_over_inline: how many times faster the stage is. stage_over_none: time over that without a teacher; floor_over_none
+    is the same with a replica for every group: no order of calls can do better with these edges. stage_over_bound: where a call
+    costs by the row, so that batching saves nothing, time over the largest of the rollout, teacher and training bounds.
+    `_by_sample`: the same with as many permits for samples in place of groups."""
     stage, inline, none = (play(workload, mode) for mode in ("stage", "inline", "none"))
-    costly = replace(workload, row_s=row_s)
-    return {
+    floor = play(replace(workload, replicas=workload.permits), "stage")
+    found = {
         "stage_over_inline": inline.seconds / stage.seconds,
         "stage_over_none": stage.seconds / none.seconds,
-        "stage_over_bound": play(costly, "stage").seconds / max(bounds(costly).values()),
+        "floor_over_none": floor.seconds / none.seconds,
+        "stage_over_bound": over_bound(workload),
         "permits_while_scoring_stage": stage.permits_while_scoring,
         "permits_while_scoring_inline": inline.permits_while_scoring,
         "calls_stage": stage.calls,
         "calls_inline": inline.calls,
     }
+    scarce = replace(workload, permits=workload.permits // workload.rows)
+    stage, inline, none = (play(scarce, mode) for mode in ("stage", "inline", "none"))
+    return found | {
+        "stage_over_inline_by_sample": inline.seconds / stage.seconds,
+        "stage_over_none_by_sample": stage.seconds / none.seconds,
+        "stage_over_bound_by_sample": over_bound(scarce),
+    }
+
+
+def over_bound(workload: Workload) -> float:
+    costly = replace(workload, call_s=0.0, row_s=workload.call_s / workload.rows)
+    return play(costly, "stage").seconds / max(bounds(costly).values())
 
 
 def bounds(workload: Workload) -> dict[str, float]:
@@ -131,15 +144,15 @@ async def _play(workload: Workload, mode: Mode) -> Played:
     config = bench_config(workload)
     loop = asyncio.get_running_loop()
     async with bench_buffer(config, loop.time) as (buffer, paths):
-        engine = _Watched(FixedCostTeacher(config.teachers[ALIAS]))
-        scorer = TeacherScorer(config, buffer, {ALIAS: [engine]}, {}, StandInTokens(), lambda dataset, count: (), loop.time)
+        engines = [_Watched(FixedCostTeacher(config.teachers[ALIAS])) for _ in range(workload.replicas)]
+        scorer = TeacherScorer(config, buffer, {ALIAS: engines}, {}, StandInTokens(), lambda dataset, count: (), loop.time)
         await start_teachers(scorer.teachers, StandInTokens())
         specs = specs_from_config(config)
         nodes = (NodeSpec("bench", (), float(workload.permits * workload.rows), 1.0),)
         weights = WeightStore(paths.weights)
         weights.publish(0, _nothing)
         student = ScriptedEngine(config.engine, weights)
-        worker = EvaluatorWorker(config, StandInTokens(), student, specs, "bench", offload=_here)
+        worker = EvaluatorWorker(config, StandInTokens(), student, specs, "bench", offload=in_this_thread)
 
         async def wake() -> None:
             scorer.submit()
@@ -149,10 +162,11 @@ async def _play(workload: Workload, mode: Mode) -> Played:
 
         score = ScoreOnDemand(teachers, config.teacher_stage) if mode == "inline" else None
         pool = EvaluatorPool(
-            config, buffer, _Tasks(workload, mode), [worker], wake, nodes=nodes, details_folder=paths.details, offload=_here,
-            score=score,
+            config, buffer, _Tasks(workload, mode), [worker], wake, nodes=nodes, details_folder=paths.details,
+            offload=in_this_thread, score=score,
         )  # fmt: skip
-        engine.permits = lambda: pool.report().detail["tokens_held"] / workload.rows
+        for engine in engines:
+            engine.permits = lambda: pool.report().detail["tokens_held"] / workload.rows
         stage = asyncio.create_task(scorer.run()) if mode == "stage" else None
         try:
             await _steps(workload, pool, buffer, weights)
@@ -161,7 +175,8 @@ async def _play(workload: Workload, mode: Mode) -> Played:
             if stage is not None:
                 stage.cancel()
                 await asyncio.wait([stage])
-        return Played(loop.time(), engine.mean_permits(), engine.calls)
+        seen = [permits for engine in engines for permits in engine.seen]
+        return Played(loop.time(), float(np.mean(seen)) if seen else 0.0, sum(engine.calls for engine in engines))
 
 
 async def _steps(workload: Workload, pool: EvaluatorPool, buffer: BufferService, weights: WeightStore) -> None:
@@ -201,16 +216,16 @@ class _Watched:
         self._engine = engine
         self.permits: Callable[[], float] = lambda: 0.0
         self.calls = 0
-        self._seen: list[float] = []
+        self.seen: list[float] = []
 
     async def info(self) -> Any:
         return await self._engine.info()
 
     async def score(self, *args: Any) -> Any:
         self.calls += 1
-        self._seen.append(self.permits())
+        self.seen.append(self.permits())
         scored = await self._engine.score(*args)
-        self._seen.append(self.permits())
+        self.seen.append(self.permits())
         return scored
 
     async def generate(self, *args: Any) -> Any:
@@ -218,22 +233,6 @@ class _Watched:
 
     async def close(self) -> None:
         await self._engine.close()
-
-    def mean_permits(self) -> float:
-        return float(np.mean(self._seen)) if self._seen else 0.0
-
-
-class StandInTokens:
-    """Stands in for a renderer: the scripted engine's tokens mean nothing."""
-
-    digest = ""
-    vocab_size = 64
-
-    def render(self, messages: Any) -> np.ndarray:
-        return np.arange(1, 17, dtype=np.int32)
-
-    def decode(self, token_ids: np.ndarray) -> str:
-        return ""
 
 
 class _Tasks:
@@ -255,25 +254,6 @@ class _Tasks:
             ordinal, f"bench/{ordinal}", "bench", "single_turn", messages, "-", "exact", self._workload.rows,
             Sampling(), Stopping(), 0, needs, ALIAS,
         )  # fmt: skip
-
-
-async def _here(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-@asynccontextmanager
-async def bench_buffer(
-    config: RunConfig, clock: Callable[[], float], threaded: bool = False
-) -> AsyncIterator[tuple[BufferService, RunPaths]]:
-    with tempfile.TemporaryDirectory() as folder:
-        paths = RunPaths(Path(folder) / "bench")
-        create_run(paths, {})
-        buffer = BufferService(paths, BufferSettings.from_config(config), clock=clock, threaded=threaded)
-        await buffer.open(new_run_epoch=True)
-        try:
-            yield buffer, paths
-        finally:
-            await buffer.close()
 
 
 def _nothing(folder: Path) -> None:

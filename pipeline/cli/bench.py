@@ -1,0 +1,100 @@
+"""`rollout bench NAME`: figures of the run's own parts, measured here and now."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipeline.cli.options import JsonOption, RunsDirOption
+
+
+class Name(StrEnum):
+    scheduler = "scheduler"
+    teacher = "teacher"
+    buffer = "buffer"
+
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", help="teacher: time the calls of this configuration's teacher.", show_default=False),
+]
+ShapeOption = Annotated[
+    str | None,
+    typer.Option("--shape", help="teacher: time only the calls of a random model: 1.7b, 135m or tiny.", show_default=False),
+]
+DeviceOption = Annotated[str, typer.Option("--device", help="Where the random model runs: cpu or cuda.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("bench", help="Measure the scheduler, the teacher stage, or the buffer on this machine.")(bench)
+
+
+def bench(
+    name: Annotated[Name, typer.Argument(metavar="NAME", help="scheduler, teacher or buffer.")],
+    config: ConfigOption = None,
+    shape: ShapeOption = None,
+    device: DeviceOption = "cpu",
+    runs_dir: RunsDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """One flat object `figures`; what a figure is of stands in `notes`."""
+    from pipeline.cli.output import echo_json, show
+    from pipeline.cli.runs import run_root
+    from pipeline.errors import UserError
+
+    if name is not Name.teacher and (config or shape):
+        raise UserError(f"--config and --shape are options of `rollout bench teacher`, not of {name.value}")
+    root = run_root(runs_dir)
+    if name is Name.scheduler:
+        found = _scheduler()
+    elif name is Name.buffer:
+        found = _buffer(root)
+    else:
+        found = _teacher_calls(shape, device) if shape else _teacher(config, root)
+    if as_json:
+        echo_json({"bench": name.value, **found})
+        return
+    from rich.table import Table
+
+    table = Table(f"bench {name.value}", "figure", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for key, value in found["figures"].items():
+        table.add_row(key, f"{value:.4g}")
+    show(table, *found["notes"])
+
+
+def _scheduler() -> dict[str, Any]:
+    from pipeline.bench.scheduler import figures
+
+    return {"figures": figures(), "notes": []}
+
+
+def _teacher(config: Path | None, root: Path) -> dict[str, Any]:
+    from pipeline.bench import teacher, teacher_calls, teacher_commits
+
+    if config is None:
+        calls, who = teacher_calls.stated(), "a teacher of stated cost; --config measures a configured one"
+    else:
+        calls, who = teacher_calls.of_config(config, root / ".cache")
+    return {"figures": calls | teacher.figures() | teacher_commits.figures(), "notes": [f"call32_over_8x4 is of {who}"]}
+
+
+def _teacher_calls(shape: str, device: str) -> dict[str, Any]:
+    from pipeline.bench.teacher_calls import of_shape
+
+    calls, who = of_shape(shape, device)
+    return {"figures": calls, "notes": [f"of {who}"]}
+
+
+def _buffer(root: Path) -> dict[str, Any]:
+    """On the disk that runs lie on."""
+    import asyncio
+    import tempfile
+
+    from pipeline.bench.buffer import figures
+
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root, prefix=".bench-") as folder:
+        return {"figures": asyncio.run(figures(Path(folder))), "notes": []}
