@@ -20,9 +20,9 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from deployments.multiplex import Answer, Call, Multiplexer, RemoteTraceback
+from deployments.multiplex import Answer, Call, Multiplexer
 from deployments.names import NAMESPACE, actor_name
-from pipeline.errors import EngineUnavailable, RolloutError, StageFailed
+from pipeline.errors import EngineUnavailable, RemoteTraceback, RolloutError, StageFailed
 
 CALL_S = 60.0
 """Deadline of a call that does a bounded amount of work."""

@@ -14,11 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pipeline.errors import StageFailed
-
-
-class RemoteTraceback(Exception):
-    """The traceback of another process, as text; the cause of what is raised here."""
+from pipeline.errors import RemoteTraceback, StageFailed
 
 
 @dataclass(frozen=True, slots=True)

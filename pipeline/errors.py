@@ -20,6 +20,10 @@ class RolloutError(Exception):
     """Base of all errors that the pipeline raises on purpose. The message names value, bound and key."""
 
 
+class RemoteTraceback(Exception):
+    """The traceback of another process, as text: the cause of an error that came from there."""
+
+
 class UserError(RolloutError):
     """The user's input cannot be used as it is: one clear line, exit code 2, no traceback."""
 
@@ -201,7 +205,8 @@ def failure_class(reward: float | None, reason: str, *, solved_at: float = 0.999
 
 
 def root_cause(error: BaseException) -> str:
-    """One line: type and message of the last link of the chain. A CancelledError is how a deadline ended a call, never why."""
+    """One line: type and message of the last link of the chain. A CancelledError is how a deadline ended a call, never why, and a
+    remote traceback tells where."""
     links = list(cause_chain(error))
-    last = [link for link in links if link is error or not isinstance(link, asyncio.CancelledError)][-1]
+    last = [link for link in links if link is error or not isinstance(link, (asyncio.CancelledError, RemoteTraceback))][-1]
     return f"{type(last).__name__}: {last}".splitlines()[0]

@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from deployments import calls
 from deployments.calls import RemoteStage, RemoteWorker, node_call, unwrap
 from deployments.multiplex import Answer, RemoteTraceback, failure
-from pipeline.errors import EngineError, LateCommit, StageFailed, abort_reason, root_cause
+from pipeline.errors import EngineError, LateCommit, RemoteTraceback, StageFailed, abort_reason, root_cause
 
 
 def remote(cause: Exception) -> RayTaskError:
@@ -22,6 +22,7 @@ def test_the_remotes_own_exception_arrives_with_its_traceback():
     error = unwrap(remote(LateCommit("attempt 1 is over")), "replay_buffer")
     assert isinstance(error, LateCommit) and str(error) == "attempt 1 is over"
     assert isinstance(error.__cause__, RemoteTraceback)
+    assert root_cause(error) == "LateCommit: attempt 1 is over"
 
 
 def test_also_when_ray_has_given_it_a_second_type():
@@ -233,4 +234,4 @@ def test_a_stage_that_answers_no_ping_fails_the_node(monkeypatch):
 def test_a_failing_node_raises_the_stages_own_exception(monkeypatch):
     with pytest.raises(StageFailed, match="stage trainer: no memory") as caught:
         node(monkeypatch, 0, remote(StageFailed("trainer", "no memory")))
-    assert root_cause(caught.value).startswith("RemoteTraceback")
+    assert root_cause(caught.value) == "StageFailed: stage trainer: no memory"
