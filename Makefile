@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 KILLS  ?= 20
+SEED   ?= 0
 
-.PHONY: install quickstart test test-all lint clean
+.PHONY: install quickstart test test-all chaos lint clean
 
 install: $(VENV)/.installed
 
@@ -21,6 +22,10 @@ test: install
 
 test-all: install
 	$(BIN)/pytest -q
+
+# Kills a run KILLS times at random moments, resumes it, and counts what was lost.
+chaos: install
+	$(BIN)/python -m tests.chaos.killer --kills $(KILLS) --seed $(SEED)
 
 lint: install
 	$(BIN)/ruff check .
