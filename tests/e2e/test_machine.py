@@ -31,8 +31,8 @@ def test_the_quickstart_on_so_many_cpus(shared_rollout, cpus):
 
 
 def test_more_than_the_machine_has_is_refused_with_the_sum(shared_rollout):
-    layout = "layout.nodes={a: {cpu: 4}}"
+    layout = "layout.nodes={a: {cpu: 4, memory_gb: 1}}"
     done = shared_rollout.call("run", QUICKSTART, *SHORT, "run.ray.num_cpus=1", layout, "--run-id", "more")
     assert (done.code, done.out, len(done.err.splitlines())) == (2, "", 1)
-    assert "4" in done.err and "CPU" in done.err
+    assert "layout.nodes.a asks for gpu 0, cpu 4" in done.err and "cpu 0.79" in done.err
     assert not shared_rollout.run("more").root.exists()
