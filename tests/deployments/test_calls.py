@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from deployments import calls
 from deployments.calls import RemoteStage, RemoteWorker, node_call, unwrap
-from deployments.multiplex import Answer, RemoteTraceback, failure
+from deployments.multiplex import Answer, failure
 from pipeline.errors import EngineError, LateCommit, RemoteTraceback, StageFailed, abort_reason, root_cause
 
 
