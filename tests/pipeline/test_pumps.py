@@ -143,7 +143,8 @@ async def test_a_monitor_that_returns_has_failed():
     assert now() == 2
 
 
-async def test_faults_14_monitors_stay_armed_after_the_producer_ended_and_name_the_trainer():
+@pytest.mark.fault(14)
+async def test_monitors_stay_armed_after_the_producer_ended_and_name_the_trainer():
     stage = Drainable(backlog_s=1)
     with pytest.raises(Stalled) as caught:
         await supervise(
@@ -158,7 +159,8 @@ async def test_faults_14_monitors_stay_armed_after_the_producer_ended_and_name_t
     assert stage.drained and leftovers() == []
 
 
-async def test_faults_05_the_end_of_data_drains_the_stage_and_the_trainer_still_trains_it():
+@pytest.mark.fault(5)
+async def test_the_end_of_data_drains_the_stage_and_the_trainer_still_trains_it():
     stage = Drainable(backlog_s=2)
 
     async def train() -> str:

@@ -58,7 +58,8 @@ async def never() -> None:
     await asyncio.Event().wait()
 
 
-async def test_faults_15_commits_go_on_and_the_hanging_teacher_is_named():
+@pytest.mark.fault(15)
+async def test_commits_go_on_and_the_hanging_teacher_is_named():
     stages = Stages()
     stages.backlog["teacher"] = 5
     stages.detail["teacher"] = {"oldest": "group 17 (step 3)", "holder": "replica 0 of teacher math"}
@@ -75,7 +76,8 @@ async def test_faults_15_commits_go_on_and_the_hanging_teacher_is_named():
         assert told in str(caught.value)
 
 
-async def test_faults_14_the_producer_ends_then_the_trainer_wedges_and_is_named():
+@pytest.mark.fault(14)
+async def test_the_producer_ends_then_the_trainer_wedges_and_is_named():
     stages = Stages()
     stages.backlog["train"] = 8
 

@@ -87,6 +87,7 @@ def test_other_samplers_train_on_what_is_ready(sampler):
     assert edges["finish[3]"] >= {"score[1]", "score[2]", "score[3]"}, "a window ends when all of it is scored"
 
 
+@pytest.mark.fault(33)
 def test_evaluations_are_due_at_both_ends_and_between():
     edges = graph(dag.window(config(steps=6, every=2), "r", 1, 6))
     assert {name for name in edges if name.startswith("evaluate")} == {f"evaluate[{step}]" for step in (0, 2, 4, 6)}

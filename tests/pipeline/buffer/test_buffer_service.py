@@ -80,6 +80,7 @@ async def test_assign_and_its_repetition_are_the_same(buffer):
         await buffer.assign(3, 2, None)
 
 
+@pytest.mark.fault(4)
 async def test_the_end_of_the_data_gives_fewer_slots_then_none(buffer):
     assert len(await buffer.assign(1, 2, 3)) == 2
     assert len(await buffer.assign(2, 2, 3)) == 1
@@ -121,6 +122,7 @@ async def test_an_acknowledgement_that_was_lost_is_given_again(buffer):
     assert (await buffer.status())["attempts"] == {"started": 1, "lost": 0, "late": 0, "regenerated": 0}
 
 
+@pytest.mark.fault(16)
 async def test_a_late_duplicate_is_refused_and_counted_once(buffer):
     await buffer.assign(1, 2, None)
     first = await buffer.start_attempt(0, 0, "w")

@@ -161,6 +161,7 @@ def attempt_version(run: Run, attempt) -> int:
     limit=st.none() | st.integers(0, 12),
     seed=st.integers(0, 99),
 )
+@pytest.mark.fault(42)
 def test_every_run_ends_or_is_refused_at_start(tasks, staleness, spare, sampler, on_dropped, steps, save_every, drops, limit, seed):
     loop = looptime.new_event_loop()
     capacity = max(1, tasks * (staleness + 1) + spare)

@@ -29,6 +29,7 @@ def test_settings_are_those_of_the_configuration():
     )  # fmt: skip
 
 
+@pytest.mark.fault(42)
 def test_a_capacity_that_would_deadlock_is_refused_with_the_sum():
     with pytest.raises(ConfigError, match=r"buffer.capacity 3 is below 4 = rollout.tasks_per_step 2 \* \(rollout.max_staleness 1"):
         make_settings(capacity=3)

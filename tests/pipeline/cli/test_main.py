@@ -127,6 +127,7 @@ def test_the_installed_command(config_file):
     assert done.stderr.splitlines() == [f"error: {config_file}: trainer.lr: -1 is out of bounds, must be > 0.0"]
 
 
+@pytest.mark.fault(24)
 def test_plan_shows_every_value_with_its_origin(rollout, config_file):
     code, out, _ = rollout("plan", config_file, "rollout.sampling.top_k=7", "datasets.d.epochs=1", "trainer.steps=12", "--json")
     plan = json.loads(out)

@@ -27,6 +27,7 @@ def refusal(path: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.fault(24)
 def test_origin_of_every_value_is_known(tmp_path):
     loaded = load(write(tmp_path, {**MINIMAL, "trainer": {"steps": 7}}), ["trainer.lr=0.5", "rollout.sampling={top_k: 3}"])
     assert (loaded.config.trainer.steps, loaded.origins["trainer.steps"]) == (7, "file")
@@ -56,7 +57,10 @@ def test_override_reaches_into_lists_and_makes_missing_sections(tmp_path):
         ("layout.nodes.a={gpsu: [0]}", "unknown key layout.nodes.a.gpsu; did you mean layout.nodes.a.gpus?"),
         ("layout.nodes.a=[0, x]", "layout.nodes.a.1: 'x': input should be a valid integer"),
         ("rollout.samples_per_task=0", "rollout.samples_per_task: 0 is out of bounds, must be >= 1"),
-        ("algorithm.name=gpro", "algorithm.name: 'gpro' is not one of 'opd', 'grpo' or 'grpo_opd'; did you mean 'grpo'?"),
+        (
+            "algorithm.name=gpro",
+            "algorithm.name: 'gpro' is not one of 'opd', 'grpo', 'grpo_opd', 'dagger', 'aggrevate' or 'iter_sft'; did you mean 'grpo'?",
+        ),
         ("trainer.steps=many", "trainer.steps: 'many': input should be a valid integer"),
         ("buffer.capacity=3", "buffer.capacity 3 is below 64 = rollout.tasks_per_step 32 * (rollout.max_staleness 1 + 1)"),
         ("datasets.words.task_type=swe", "datasets.words.task_type 'swe' has no spec; specs cover ['single_turn']"),
@@ -72,6 +76,7 @@ def test_bad_override_is_one_clear_line(tmp_path, override, wanted):
     assert len(text.splitlines()) == 1
 
 
+@pytest.mark.fault(24)
 def test_every_fault_gets_its_own_line(tmp_path):
     lines = refusal(write(tmp_path), "trainer.lr=-1", "trainer.seeds=1", "eval.n=0").splitlines()
     assert len(lines) == 3

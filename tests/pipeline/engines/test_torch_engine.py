@@ -107,6 +107,7 @@ async def test_the_context_bounds_a_response(folder: Path) -> None:
         TorchEngine(folder, None, EngineSettings(max_context=64))
 
 
+@pytest.mark.fault(31)
 async def test_no_tokens_carry_a_version_that_did_not_make_them(tmp_path: Path) -> None:
     """FAULTS 31: version v says token 5 + v, so that every token tells which weights made it."""
     folders = [tmp_path / f"m{i}" for i in range(6)]
@@ -206,6 +207,7 @@ async def test_scores_equal_transformers_and_are_joined_by_row(folder: Path) -> 
         np.testing.assert_allclose(np.take_along_axis(wanted, second.topk_ids.astype(int), -1), second.topk_logprobs, atol=1e-5)
 
 
+@pytest.mark.fault(21)
 async def test_known_probabilities_land_on_the_right_tokens(tmp_path: Path) -> None:
     """FAULTS 21: a toy teacher that looks at the current token c only and says token 5 next with probability 2^-(c - 4)."""
     model = make_model(tmp_path)

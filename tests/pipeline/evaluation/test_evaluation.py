@@ -106,6 +106,7 @@ def test_the_artefacts_are_whole_and_the_summary_says_so(tmp_path):
     assert len(list((tmp_path / "d").iterdir())) == 3
 
 
+@pytest.mark.fault(33)
 def test_an_evaluation_that_can_no_longer_be_made_is_recorded_as_skipped(tmp_path):
     summary = details.write_skipped(tmp_path / "details", "eval_000004", "version 4 was replaced by 6")
     assert details.read_summary(tmp_path / "details", "eval_000004") == summary

@@ -15,7 +15,8 @@ from tests.pipeline.evaluator.parts import make_config
 
 
 @pytest.mark.parametrize("cpus", [1, 2, 4])
-def test_row_43_samples_that_ask_for_nothing_are_admitted_on_any_machine(cpus):
+@pytest.mark.fault(43)
+def test_samples_that_ask_for_nothing_are_admitted_on_any_machine(cpus):
     config = make_config(teachers={"big": {"architecture": {}}}, algorithm={"name": "opd"})
     proof = prove(config, Machine(cpus, 0, 4.0))
     assert proof.total.cpu == cpus and proof.remaining.cpu == 0
@@ -23,12 +24,14 @@ def test_row_43_samples_that_ask_for_nothing_are_admitted_on_any_machine(cpus):
     assert 0 < proof.pool[0].cpu < cpus
 
 
-def test_row_43_a_machine_that_is_too_small_is_refused_with_the_sum():
+@pytest.mark.fault(43)
+def test_a_machine_that_is_too_small_is_refused_with_the_sum():
     with pytest.raises(AdmissionError, match=r"asks for 0\.2 CPU besides its pool, the machine has 0\.1; raise run\.ray\.num_cpus"):
         prove(make_config(), Machine(0.1))
 
 
-def test_row_25_a_sample_larger_than_every_node_is_refused_naming_the_nearest():
+@pytest.mark.fault(25)
+def test_a_sample_larger_than_every_node_is_refused_naming_the_nearest():
     config = make_config(spec={"resource": {"cpu": 2, "memory_gb": 64}})
     nodes = (NodeSpec("thin", (), 1, 256), NodeSpec("wide", (), 16, 32))
     with pytest.raises(AdmissionError) as refused:
@@ -38,7 +41,8 @@ def test_row_25_a_sample_larger_than_every_node_is_refused_naming_the_nearest():
     assert re.search(r"(memory_gb 64 > 32|cpu 2 > 0\.\d+)", text) and "specs.single_turn.resource." in text
 
 
-def test_row_25_twenty_samples_of_a_twentieth_are_admitted():
+@pytest.mark.fault(25)
+def test_twenty_samples_of_a_twentieth_are_admitted():
     config = make_config(
         spec={"resource": {"gpu": 0.05}, "batch_size": 5},
         layout={"nodes": {"box": {"gpus": [0], "cpu": 1, "memory_gb": 1}}},

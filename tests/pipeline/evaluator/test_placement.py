@@ -30,7 +30,8 @@ def test_a_gpu_packs_as_many_samples_as_its_share_says(gpu, packed):
     assert {token.gpu_id for token in tokens} == {7}
 
 
-def test_row_25_a_batch_of_20_samples_of_a_twentieth_runs_on_one_gpu():
+@pytest.mark.fault(25)
+def test_a_batch_of_20_samples_of_a_twentieth_runs_on_one_gpu():
     sample = Resource(gpu=0.05)
     assert len(PlacementPool([NodeSpec("n", (0,))]).try_acquire_batch(sample.times(20), sample, 20)) == 20
 
@@ -89,7 +90,8 @@ async def _stream(pool: PlacementPool, width: int, seconds: float, log: list, na
 
 
 @pytest.mark.looptime
-async def test_row_26_a_wide_batch_starts_within_the_patience():
+@pytest.mark.fault(26)
+async def test_a_wide_batch_starts_within_the_patience():
     loop = asyncio.get_running_loop()
     pool = PlacementPool([NodeSpec("n", (), 8, 8)], patience_s=10, clock=loop.time)
     log: list = []

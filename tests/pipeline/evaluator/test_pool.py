@@ -60,7 +60,8 @@ async def test_the_wake_up_follows_the_commit_and_its_failure_harms_nobody():
         assert heard and heard[-1] == 4
 
 
-async def test_row_06_a_straggler_does_not_wedge_the_step():
+@pytest.mark.fault(6)
+async def test_a_straggler_does_not_wedge_the_step():
     straggler = {"by_index": {"3": {"fail_phase": "run", "fail": "hang"}}}
     async with world(make_config(spec={"run_timeout_s": 20}), by_ordinal(o2=straggler)) as w:
         report = await w.rollout(1)
@@ -70,7 +71,8 @@ async def test_row_06_a_straggler_does_not_wedge_the_step():
         assert [sample.status for sample in group.samples] == ["ok", "ok", "ok", "aborted"]
 
 
-async def test_row_09_workers_that_all_die_fail_the_stage_with_the_cause():
+@pytest.mark.fault(9)
+async def test_workers_that_all_die_fail_the_stage_with_the_cause():
     async with world(workers=lambda worker: Mortal(worker, None)) as w:
         with pytest.raises(StageFailed, match="evaluator_pool.*every evaluator worker died.*the worker died") as failed:
             await w.rollout(1)
@@ -158,14 +160,16 @@ class LosesAcks:
         return written
 
 
-async def test_row_40_a_lost_acknowledgement_starts_no_second_attempt():
+@pytest.mark.fault(40)
+async def test_a_lost_acknowledgement_starts_no_second_attempt():
     async with world(buffer=lambda service: LosesAcks(service, 3)) as w:
         report = await w.rollout(1)
         assert (report.committed, report.attempts) == (4, 4)
         assert (await w.buffer.status())["attempts"] == {"started": 4, "lost": 0, "late": 0, "regenerated": 0}
 
 
-async def test_row_16_of_two_attempts_the_current_one_counts():
+@pytest.mark.fault(16)
+async def test_of_two_attempts_the_current_one_counts():
     class Takeover(LosesAcks):
         """While the first attempt of ordinal 1 commits, another pool has started a second one."""
 
@@ -183,7 +187,8 @@ async def test_row_16_of_two_attempts_the_current_one_counts():
         assert (await w.buffer.status())["attempts"]["late"] == 1
 
 
-async def test_row_17_a_failed_sample_has_no_reward():
+@pytest.mark.fault(17)
+async def test_a_failed_sample_has_no_reward():
     async with world(make=by_ordinal(o0={"by_index": {"3": FAILS}})) as w:
         await w.rollout(1)
         (group,) = await w.groups(0)
@@ -249,7 +254,8 @@ async def test_equal_rewards_are_refilled_up_to_the_bound_and_then_kept():
         assert (await w.buffer.status())["dropped_by_reason"] == {"zero_advantage": 2}
 
 
-async def test_row_28_hundreds_of_samples_at_once_keep_to_the_ceiling_and_none_fails():
+@pytest.mark.fault(28)
+async def test_hundreds_of_samples_at_once_keep_to_the_ceiling_and_none_fails():
     running = []
 
     class Counting(Echo):
@@ -380,7 +386,8 @@ async def test_an_evaluation_is_of_one_version_and_of_each_sample_once():
         assert await w.states() == {}
 
 
-async def test_row_18_accuracy_is_over_the_scored_and_coverage_is_stated():
+@pytest.mark.fault(18)
+async def test_accuracy_is_over_the_scored_and_coverage_is_stated():
     async with world(make_config(eval={"n": 5, "k": [1], "min_coverage": 0.9})) as w:
         script = {"by_index": {"0": {"reward": None}, "1": FAILS}}
         tasks = [make_task(ordinal, script, samples=5) for ordinal in range(4)]
@@ -391,7 +398,8 @@ async def test_row_18_accuracy_is_over_the_scored_and_coverage_is_stated():
         assert not summary["valid"] and "12 of 20" in summary["why_invalid"][0]
 
 
-async def test_row_32_an_evaluation_beside_training_sees_its_own_parameters_only():
+@pytest.mark.fault(32)
+async def test_an_evaluation_beside_training_sees_its_own_parameters_only():
     engine = Echo()
     async with world(make_config(spec={"agent": "single_turn"}), engine=engine) as w:
         batches = await w.assign(1)
@@ -405,7 +413,8 @@ async def test_row_32_an_evaluation_beside_training_sees_its_own_parameters_only
         assert (temperatures.count(1.0), temperatures.count(0.0)) == (16, 24)
 
 
-async def test_row_33_an_evaluation_outlives_a_worker_and_an_engine_that_restart():
+@pytest.mark.fault(33)
+async def test_an_evaluation_outlives_a_worker_and_an_engine_that_restart():
     engine = Echo(faults=[ConnectionError("restart")])
     async with world(make_config(spec={"agent": "single_turn"}), engine=engine, workers=lambda worker: Mortal(worker, 1)) as w:
         summary = await w.pool.evaluate("eval_4", eval_tasks(), 4)

@@ -51,7 +51,8 @@ async def test_one_call_of_the_engine_carries_the_whole_group_and_joins_by_id():
 
 
 @pytest.mark.looptime
-async def test_row_06_a_hanging_sample_is_timed_out_beside_its_siblings():
+@pytest.mark.fault(6)
+async def test_a_hanging_sample_is_timed_out_beside_its_siblings():
     task = make_task(0, {"by_index": {"2": {"fail_phase": "run", "fail": "hang"}}})
     samples = await play(make_worker(run_timeout_s=10, cleanup_timeout_s=1), task)
     assert now() <= 11
@@ -64,7 +65,8 @@ async def test_row_06_a_hanging_sample_is_timed_out_beside_its_siblings():
 
 
 @pytest.mark.looptime
-async def test_row_07_one_exception_costs_one_of_a_hundred_and_its_traceback_is_logged(caplog):
+@pytest.mark.fault(7)
+async def test_one_exception_costs_one_of_a_hundred_and_its_traceback_is_logged(caplog):
     task = make_task(0, {"by_index": {"17": {"fail_phase": "verify", "fail": "ZeroDivisionError"}}}, samples=100)
     samples = await play(make_worker(), task)
     assert [sample.index for sample in samples if sample.status == "aborted"] == [17]
@@ -75,7 +77,8 @@ async def test_row_07_one_exception_costs_one_of_a_hundred_and_its_traceback_is_
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("phase", ["init", "run", "verify", "cleanup"])
-async def test_row_08_a_leaked_cancellation_aborts_its_sample_only(phase):
+@pytest.mark.fault(8)
+async def test_a_leaked_cancellation_aborts_its_sample_only(phase):
     task = make_task(0, {"by_index": {"1": {"fail_phase": phase, "fail": "cancel"}}})
     samples = await play(make_worker(), task)
     assert [sample.status for sample in samples].count("ok") == (4 if phase == "cleanup" else 3)
@@ -124,7 +127,8 @@ def tidy_worker(**timeouts):
 
 
 @pytest.mark.looptime
-async def test_row_08_a_real_cancellation_propagates_once_cleanup_is_done(tidy):
+@pytest.mark.fault(8)
+async def test_a_real_cancellation_propagates_once_cleanup_is_done(tidy):
     playing = asyncio.create_task(play(tidy_worker(), make_task(0)))
     await asyncio.sleep(1)
     playing.cancel()
@@ -153,7 +157,8 @@ async def test_an_agent_that_ignores_its_cancellation_is_left_behind_in_bounded_
 
 
 @pytest.mark.looptime
-async def test_row_18_a_verifier_that_cannot_say_gives_no_reward_and_no_abort():
+@pytest.mark.fault(18)
+async def test_a_verifier_that_cannot_say_gives_no_reward_and_no_abort():
     samples = await play(make_worker(), make_task(0, {"by_index": {"0": {"reward": None}}}))
     assert (samples[0].status, samples[0].reward, samples[1].reward) == ("ok", None, 1.0)
     raised = await play(make_worker(), make_task(0, {"fail_phase": "verify", "fail": "VerifierError"}))
@@ -162,7 +167,8 @@ async def test_row_18_a_verifier_that_cannot_say_gives_no_reward_and_no_abort():
 
 
 @pytest.mark.looptime
-async def test_row_22_an_empty_response_trains_nothing_of_the_prompt():
+@pytest.mark.fault(22)
+async def test_an_empty_response_trains_nothing_of_the_prompt():
     samples = await play(make_worker(), make_task(0, {"tokens": 0}))
     assert samples[0].token_ids.tolist() == [ord("h"), ord("i")]
     assert not samples[0].loss_mask.any() and np.isnan(samples[0].logprobs).all()
@@ -209,6 +215,7 @@ async def test_a_call_that_nobody_waits_for_is_cancelled():
 
 
 @pytest.mark.looptime
+@pytest.mark.fault(31)
 async def test_a_reply_of_the_wrong_version_is_not_taken():
     class Stale(Echo):
         async def generate(self, requests, version):

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from pipeline.buffer.lock import ProcessId
 from pipeline.sandboxes.base import Limits
@@ -58,6 +59,7 @@ async def test_opening_again_replaces_what_a_lost_try_left(sandboxes: LocalSandb
     assert len([path for path in left_in(root) if path.is_dir()]) == 1
 
 
+@pytest.mark.fault(28)
 async def test_no_more_than_the_permits_start_at_once_and_none_fails_for_being_early(sandboxes: LocalSandboxes, root: Path):
     boxes = LocalSandboxes(starts=2, root=root)
     preparing: set[str] = set()

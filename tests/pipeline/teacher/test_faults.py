@@ -24,8 +24,11 @@ from tests.pipeline.teacher.fakes import (
     running,
 )
 
-pytestmark = [pytest.mark.looptime, pytest.mark.parametrize("count", [1, 3])]
-both_samplers = pytest.mark.parametrize("sampler", ["in_order", "windowed"])
+pytestmark = [
+    pytest.mark.looptime,
+    pytest.mark.parametrize("count", [1, 3]),
+    pytest.mark.parametrize("sampler", ["in_order", "windowed"]),
+]
 
 
 def engines(count: int, **options) -> dict[str, list[ToyTeacher]]:
@@ -36,8 +39,8 @@ def every(fleet: dict[str, list[ToyTeacher]]) -> list[ToyTeacher]:
     return [engine for replicas in fleet.values() for engine in replicas]
 
 
-@both_samplers
-async def test_faults_05_the_end_of_data_while_groups_are_scored_is_not_the_end_of_the_run(count, sampler):
+@pytest.mark.fault(5)
+async def test_the_end_of_data_while_groups_are_scored_is_not_the_end_of_the_run(count, sampler):
     async with opened(make_config(count, sampler=sampler)) as run:
         scorer = run.scorer(engines(count, call_s=2.0))
 
@@ -61,8 +64,8 @@ async def test_faults_05_the_end_of_data_while_groups_are_scored_is_not_the_end_
         assert await run.states() == {"consumed": 8}
 
 
-@both_samplers
-async def test_faults_10_failed_scoring_gives_its_capacity_back_and_the_step_closes(count, sampler):
+@pytest.mark.fault(10)
+async def test_failed_scoring_gives_its_capacity_back_and_the_step_closes(count, sampler):
     async with opened(make_config(count, sampler=sampler)) as run:
         free = await run.buffer.status()
         fleet = engines(count, refuse=True)
@@ -78,8 +81,9 @@ async def test_faults_10_failed_scoring_gives_its_capacity_back_and_the_step_clo
         assert (await run.buffer.status())["capacity"] == free["capacity"]
 
 
-async def test_faults_11_the_next_call_starts_at_once_when_the_teacher_is_free_whatever_the_linger(count):
-    config = make_config(count, tasks=16, max_batch_rows=4, linger_ms=30_000)
+@pytest.mark.fault(11)
+async def test_the_next_call_starts_at_once_when_the_teacher_is_free_whatever_the_linger(count, sampler):
+    config = make_config(count, sampler=sampler, tasks=16, max_batch_rows=4, linger_ms=30_000)
     async with opened(config) as run:
         fleet = engines(count, call_s=3.0)
         async with running(run.scorer(fleet)) as task:
@@ -92,8 +96,9 @@ async def test_faults_11_the_next_call_starts_at_once_when_the_teacher_is_free_w
         assert sum(len(teacher.calls) for teacher in every(fleet)) == 16
 
 
-async def test_faults_12_an_error_of_a_background_call_is_the_stages_failure(count):
-    async with opened(make_config(count, max_consecutive_scoring_drops=2)) as run:
+@pytest.mark.fault(12)
+async def test_an_error_of_a_background_call_is_the_stages_failure(count, sampler):
+    async with opened(make_config(count, sampler=sampler, max_consecutive_scoring_drops=2)) as run:
         fleet = engines(count, faults=lambda call, rows: RuntimeError("CUDA error: device-side assert"))
         scorer = run.scorer(fleet)
         task = asyncio.create_task(scorer.run())
@@ -105,8 +110,9 @@ async def test_faults_12_an_error_of_a_background_call_is_the_stages_failure(cou
             await scorer.drain(1)
 
 
-async def test_faults_12_a_settlement_that_is_never_acknowledged_is_the_stages_failure(count):
-    async with opened(make_config(count)) as run:
+@pytest.mark.fault(12)
+async def test_a_settlement_that_is_never_acknowledged_is_the_stages_failure(count, sampler):
+    async with opened(make_config(count, sampler=sampler)) as run:
         scorer = run.scorer(engines(count))
 
         async def lost(columns):
@@ -121,8 +127,9 @@ async def test_faults_12_a_settlement_that_is_never_acknowledged_is_the_stages_f
         assert await run.states() == {"written": 8}
 
 
-async def test_faults_13_one_refused_row_costs_its_own_group_only(count):
-    async with opened(make_config(count)) as run:
+@pytest.mark.fault(13)
+async def test_one_refused_row_costs_its_own_group_only(count, sampler):
+    async with opened(make_config(count, sampler=sampler)) as run:
         fleet = engines(count, refuse=True)
         async with running(run.scorer(fleet)):
             await run.assign(1)
@@ -135,7 +142,8 @@ async def test_faults_13_one_refused_row_costs_its_own_group_only(count):
         assert sorted(run.produced) == [0, 1, 2, 3, 4, 6, 7]
 
 
-async def test_faults_13_one_reply_with_a_nan_costs_no_second_call_of_the_others(count):
+@pytest.mark.fault(13)
+async def test_one_reply_with_a_nan_costs_no_second_call_of_the_others(count, sampler):
     class Nan(ToyTeacher):
         def reply(self, rows, signal, top_k):
             replies = super().reply(rows, signal, top_k)
@@ -144,7 +152,7 @@ async def test_faults_13_one_reply_with_a_nan_costs_no_second_call_of_the_others
                     scored.logprobs[0] = np.nan
             return replies
 
-    async with opened(make_config(count)) as run:
+    async with opened(make_config(count, sampler=sampler)) as run:
         fleet = {name: [Nan(salt)] for salt, name in enumerate(TEACHERS[:count])}
         await run.fill(1)
         async with running(run.scorer(fleet)):
@@ -155,8 +163,9 @@ async def test_faults_13_one_reply_with_a_nan_costs_no_second_call_of_the_others
         assert {row for row in asked if asked.count(row) > 1} == {f"4.{index}" for index in range(4)}
 
 
-async def test_faults_14_the_watchdog_still_looks_while_the_stage_drains(count):
-    async with opened(make_config(count)) as run:
+@pytest.mark.fault(14)
+async def test_the_watchdog_still_looks_while_the_stage_drains(count, sampler):
+    async with opened(make_config(count, sampler=sampler)) as run:
         scorer = run.scorer(engines(count))
 
         async def wedge() -> None:
@@ -178,8 +187,9 @@ async def test_faults_14_the_watchdog_still_looks_while_the_stage_drains(count):
         assert await run.states() == {"ready": 8}
 
 
-async def test_faults_15_commits_go_on_a_teacher_hangs_and_the_scoring_stage_is_named(count):
-    async with opened(make_config(count, tasks=200, call_timeout_s=1e5)) as run:
+@pytest.mark.fault(15)
+async def test_commits_go_on_a_teacher_hangs_and_the_scoring_stage_is_named(count, sampler):
+    async with opened(make_config(count, sampler=sampler, tasks=200, call_timeout_s=1e5)) as run:
         fleet = engines(count)
         fleet["ant"][0].faults = lambda call, rows: "hang"
         scorer = run.scorer(fleet)
@@ -212,8 +222,9 @@ async def test_faults_15_commits_go_on_a_teacher_hangs_and_the_scoring_stage_is_
         assert "group 0 (step 1, scorer ant)" in str(caught.value) and "held by ant, replica 0" in str(caught.value)
 
 
-async def test_faults_16_a_column_that_comes_too_late_is_a_counted_no_op(count):
-    async with opened(make_config(count)) as run:
+@pytest.mark.fault(16)
+async def test_a_column_that_comes_too_late_is_a_counted_no_op(count, sampler):
+    async with opened(make_config(count, sampler=sampler)) as run:
         scorer = run.scorer(engines(count, call_s=5.0))
         async with running(scorer):
             await run.fill(1)
@@ -226,8 +237,9 @@ async def test_faults_16_a_column_that_comes_too_late_is_a_counted_no_op(count):
         assert await run.states() == {"ready": 7, "dropped": 1}
 
 
-async def test_faults_19_each_group_gets_its_own_teachers_scores_joined_by_id(count):
-    async with opened(make_config(count)) as run:
+@pytest.mark.fault(19)
+async def test_each_group_gets_its_own_teachers_scores_joined_by_id(count, sampler):
+    async with opened(make_config(count, sampler=sampler)) as run:
         fleet = engines(count)
         ordinals = await run.assign(1)
         for ordinal in ordinals:
@@ -255,10 +267,11 @@ async def alone(teacher: ToyTeacher, group, sample) -> np.ndarray:
     return scored.logprobs
 
 
-async def test_faults_20_exchanging_two_columns_changes_what_the_trainer_reads(count):
+@pytest.mark.fault(20)
+async def test_exchanging_two_columns_changes_what_the_trainer_reads(count, sampler):
     from pipeline.trainer.packing import RowRules, make_rows
 
-    async with opened(make_config(count)) as run:
+    async with opened(make_config(count, sampler=sampler)) as run:
         ordinals = await run.fill(1)
         async with running(run.scorer(engines(count))):
             assert await run.buffer.wait_scored(1, 60)
@@ -275,8 +288,9 @@ async def test_faults_20_exchanging_two_columns_changes_what_the_trainer_reads(c
         assert all(not np.array_equal(left.teacher, right.teacher) for left, right in zip(straight, shuffled, strict=True))
 
 
-async def test_faults_22_a_group_of_empty_and_aborted_samples_needs_no_call(count):
-    async with opened(make_config(count)) as run:
+@pytest.mark.fault(22)
+async def test_a_group_of_empty_and_aborted_samples_needs_no_call(count, sampler):
+    async with opened(make_config(count, sampler=sampler)) as run:
         fleet = engines(count)
         ordinals = await run.assign(1)
         for ordinal in ordinals:
@@ -290,8 +304,9 @@ async def test_faults_22_a_group_of_empty_and_aborted_samples_needs_no_call(coun
             assert all(np.isnan(arrays["logprobs"]).all() for arrays in columns["teacher"].samples.values())
 
 
-async def test_faults_23_another_vocabulary_is_refused_before_the_first_call(count):
-    async with opened(make_config(count)) as run:
+@pytest.mark.fault(23)
+async def test_another_vocabulary_is_refused_before_the_first_call(count, sampler):
+    async with opened(make_config(count, sampler=sampler)) as run:
         fleet = engines(count)
         fleet[TEACHERS[count - 1]][0].tokenizer = "another"
         scorer = run.scorer(fleet)
@@ -305,16 +320,18 @@ async def test_faults_23_another_vocabulary_is_refused_before_the_first_call(cou
             await start_teachers(scorer.teachers, Renderer())
 
 
-async def test_faults_41_groups_committed_without_a_wake_up_are_scored_all_the_same(count):
-    async with opened(make_config(count)) as run:
+@pytest.mark.fault(41)
+async def test_groups_committed_without_a_wake_up_are_scored_all_the_same(count, sampler):
+    async with opened(make_config(count, sampler=sampler)) as run:
         async with running(run.scorer(engines(count))) as task:
             await run.fill(1)  # nobody calls submit
             assert await run.buffer.wait_scored(1, 60)
             assert now() <= 3 and not task.done()
 
 
-async def test_faults_41_a_scorer_that_restarts_alone_finds_what_the_first_one_left(count):
-    async with opened(make_config(count)) as run:
+@pytest.mark.fault(41)
+async def test_a_scorer_that_restarts_alone_finds_what_the_first_one_left(count, sampler):
+    async with opened(make_config(count, sampler=sampler)) as run:
         fleet = engines(count, call_s=4.0)
         await run.fill(1)
         async with running(run.scorer(fleet)):
@@ -326,8 +343,8 @@ async def test_faults_41_a_scorer_that_restarts_alone_finds_what_the_first_one_l
         assert await run.states() == {"ready": 8} and sorted(run.produced) == list(range(8))
 
 
-async def test_a_lost_replica_costs_one_more_call_of_the_same_batch_and_no_group(count):
-    async with opened(make_config(count)) as run:
+async def test_a_lost_replica_costs_one_more_call_of_the_same_batch_and_no_group(count, sampler):
+    async with opened(make_config(count, sampler=sampler)) as run:
         fleet = engines(count, faults=lambda call, rows: EngineUnavailable("replica restarting") if call == 1 else None)
         await run.fill(1)
         async with running(run.scorer(fleet)):
@@ -338,8 +355,8 @@ async def test_a_lost_replica_costs_one_more_call_of_the_same_batch_and_no_group
         assert await run.states() == {"ready": 8}
 
 
-async def test_a_call_that_hangs_ends_at_its_deadline_and_is_made_again(count):
-    async with opened(make_config(count, call_timeout_s=7.0)) as run:
+async def test_a_call_that_hangs_ends_at_its_deadline_and_is_made_again(count, sampler):
+    async with opened(make_config(count, sampler=sampler, call_timeout_s=7.0)) as run:
         fleet = engines(count, faults=lambda call, rows: "hang" if call == 1 else None)
         await run.fill(1)
         async with running(run.scorer(fleet)):
@@ -348,8 +365,8 @@ async def test_a_call_that_hangs_ends_at_its_deadline_and_is_made_again(count):
         assert await run.states() == {"ready": 8}
 
 
-async def test_an_engine_that_cancels_itself_does_not_take_the_stage_down(count):
-    async with opened(make_config(count)) as run:
+async def test_an_engine_that_cancels_itself_does_not_take_the_stage_down(count, sampler):
+    async with opened(make_config(count, sampler=sampler)) as run:
         fleet = engines(count, faults=lambda call, rows: asyncio.CancelledError() if call == 1 else None)
         await run.fill(1)
         async with running(run.scorer(fleet)) as task:
@@ -358,8 +375,8 @@ async def test_an_engine_that_cancels_itself_does_not_take_the_stage_down(count)
         assert await run.states() == {"ready": 8}
 
 
-async def test_a_teacher_that_never_answers_fails_the_run_by_name(count):
-    async with opened(make_config(count, call_timeout_s=5.0, max_consecutive_scoring_drops=3)) as run:
+async def test_a_teacher_that_never_answers_fails_the_run_by_name(count, sampler):
+    async with opened(make_config(count, sampler=sampler, call_timeout_s=5.0, max_consecutive_scoring_drops=3)) as run:
         fleet = engines(count)
         fleet["ant"][0].faults = lambda call, rows: "hang"
         await run.fill(1, needs=("teacher",))
@@ -369,8 +386,8 @@ async def test_a_teacher_that_never_answers_fails_the_run_by_name(count):
         assert (await run.buffer.status())["dropped_by_reason"] == {"scoring:TimeoutError": min(3, 8)}
 
 
-async def test_the_pull_way_raises_where_the_stage_would_drop(count):
-    async with opened(make_config(count)) as run:
+async def test_the_pull_way_raises_where_the_stage_would_drop(count, sampler):
+    async with opened(make_config(count, sampler=sampler)) as run:
         scorer = run.scorer(engines(count, refuse=True))
         await scorer.start()
         good = [make_group(ordinal, teacher=TEACHERS[ordinal % count]) for ordinal in range(8)]
@@ -381,12 +398,12 @@ async def test_the_pull_way_raises_where_the_stage_would_drop(count):
             await score_groups([bad], scorer.teachers, run.config.teacher_stage)
 
 
-async def test_a_reply_with_a_row_too_few_is_no_reply(count):
+async def test_a_reply_with_a_row_too_few_is_no_reply(count, sampler):
     class Short(ToyTeacher):
         def reply(self, rows, signal, top_k):
             return super().reply(rows, signal, top_k)[1:]
 
-    async with opened(make_config(count, max_consecutive_scoring_drops=1)) as run:
+    async with opened(make_config(count, sampler=sampler, max_consecutive_scoring_drops=1)) as run:
         await run.fill(1)
         with pytest.raises(BreakerTripped) as caught:
             await run.scorer({name: [Short()] for name in TEACHERS[:count]}).run()

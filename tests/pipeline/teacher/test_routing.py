@@ -72,14 +72,16 @@ class Student:
     vocab_size = 12
 
 
-def test_faults_23_another_vocabulary_is_refused_and_both_are_named():
+@pytest.mark.fault(23)
+def test_another_vocabulary_is_refused_and_both_are_named():
     with pytest.raises(ConfigError) as caught:
         check_vocabulary("math", info("other-characters", 12), Student)
     for told in ("teachers.math", "big-model", "other-characters", "characters-of-student", "12 tokens", "12 output rows"):
         assert told in str(caught.value)
 
 
-def test_faults_23_padding_is_fine_and_missing_rows_are_not():
+@pytest.mark.fault(23)
+def test_padding_is_fine_and_missing_rows_are_not():
     check_vocabulary("math", info(Student.digest, 64), Student)
     check_vocabulary("math", info("", 12), Student)
     with pytest.raises(ConfigError, match="no output row for some of the student's tokens"):

@@ -32,14 +32,16 @@ def values(column, index=0, name="logprobs"):
     return column.samples[f"{column.ordinal}.{index}"][name]
 
 
-def test_faults_21_exact_values_sit_at_exactly_the_response_tokens():
+@pytest.mark.fault(21)
+def test_exact_values_sit_at_exactly_the_response_tokens():
     found = values(column(make_group(5, samples=[make_sample(5, 0, mask="1111")])))
     expected = [np.nan] * PROMPT + [np.log(p) for p in (1 / 2, 1 / 4, 1 / 8, 1 / 16)]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert found.dtype == np.float32
 
 
-def test_faults_21_with_several_turns_the_environments_tokens_count_as_context_and_stay_unscored():
+@pytest.mark.fault(21)
+def test_with_several_turns_the_environments_tokens_count_as_context_and_stay_unscored():
     group = make_group(5, samples=[make_sample(5, 0, mask="110011")])
     (row,) = score_rows(group)
     assert row.start == PROMPT and len(row.token_ids) == PROMPT + 6
@@ -53,7 +55,8 @@ def test_tokens_after_the_last_trained_one_are_not_sent():
     assert len(row.token_ids) == PROMPT + 2
 
 
-def test_faults_22_aborted_and_empty_samples_send_no_row_and_get_no_value():
+@pytest.mark.fault(22)
+def test_aborted_and_empty_samples_send_no_row_and_get_no_value():
     group = make_group(5, samples=[make_sample(5, 0, status="aborted"), make_sample(5, 1, mask=""), make_sample(5, 2, mask="11")])
     rows = score_rows(group)
     assert [row.row_id for row in rows] == ["5.2"]

@@ -369,6 +369,7 @@ async def test_a_step_that_filters_empty_is_skipped_with_its_counts(tmp_path):
         await trainer.close()
 
 
+@pytest.mark.fault(4)
 async def test_the_end_of_the_data_is_trained_saved_and_said(tmp_path):
     async with opened(tmp_path, trainer={"save_every": 10}) as run:
         trainer = run.trainer()
