@@ -22,6 +22,7 @@ from deployments.placement import demand, in_bundle
 from deployments.witness import append_line
 from pipeline.buffer.api import Attempt
 from pipeline.config.loading import read_config
+from pipeline.config.schema import RunConfig
 from pipeline.engines.renderer import ChatRenderer
 from pipeline.evaluator.spec import PlacementToken, specs_from_config
 from pipeline.evaluator.worker import EvaluatorWorker
@@ -29,6 +30,7 @@ from pipeline.fetcher.catalog import Catalog
 from pipeline.heap import tune_collector
 from pipeline.paths import RunPaths
 from pipeline.records import Sample, StepContext, Task
+from pipeline.sandboxes.local import LocalSandboxes
 from pipeline.teacher.routing import teacher_groups
 
 CHILD_START_S = 20.0
@@ -47,19 +49,31 @@ class EvaluatorWorkerActor:
         self._started = asyncio.ensure_future(self._build())
 
     async def _build(self) -> dict[str, EvaluatorWorker]:
-        """A player of the student's tasks, and one for each teacher (for the teachers' own evaluation)."""
+        """A player of the student's tasks, and one for each teacher (for the teachers' own evaluation): one without an engine acts
+        in every turn of it."""
         config = read_config(self.paths.config).config
         catalog = await asyncio.to_thread(Catalog, config)
         folder = await asyncio.to_thread(_tokenizer, config, catalog, self.paths.cache)
         renderer = ChatRenderer.load(folder)
         deadline_s = config.engine.call_timeout_s
-        engines = {"student": EngineCalls(student_app(self.paths.run_id), ENGINE_DEPLOYMENT, deadline_s, config.engine.replicas)}
+        student = EngineCalls(student_app(self.paths.run_id), ENGINE_DEPLOYMENT, deadline_s, config.engine.replicas)
+        teachers: dict[str, EngineCalls] = {}
         for group in teacher_groups(config):
             engine = EngineCalls(teacher_app(self.paths.run_id, group.name), ENGINE_DEPLOYMENT, deadline_s, group.replicas)
-            engines |= dict.fromkeys(group.aliases, engine)
+            teachers |= dict.fromkeys(group.aliases, engine)
         specs = specs_from_config(config)
+        sandboxes = LocalSandboxes(min(spec.sandbox.starts for spec in specs.values()))
+        await sandboxes.start()
         tune_collector()
-        return {player: EvaluatorWorker(config, renderer, engine, specs, self.node) for player, engine in engines.items()}
+
+        def player(name: str, engine: EngineCalls, played: RunConfig) -> EvaluatorWorker:
+            run = f"{self.paths.run_id}.{name}"
+            return EvaluatorWorker(played, renderer, engine, specs, self.node, teachers=teachers, sandboxes=sandboxes, run=run)
+
+        players = {name: player(name, engine, config) for name, engine in {"student": student, **teachers}.items()}
+        acting = config.model_copy(update={"eval": config.eval.model_copy(update={"beta": 1.0})})
+        alone = [alias for alias, teacher in config.teachers.items() if not teacher.has_engine()]
+        return players | {alias: player(alias, student, acting) for alias in alone}
 
     async def ready(self) -> int:
         await asyncio.shield(self._started)

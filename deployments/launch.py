@@ -66,6 +66,8 @@ class Launch:
         log.info("the stages are ready, the student's engine starts")
         await wait_running(student_app(self._paths.run_id), self._config.run.start_timeout_s)
         log.info("the student's engine serves")
+        if self._config.algorithm.mixes():
+            await self.teachers_ready()
 
     def _own_arguments(self) -> dict[type[StageActor], tuple[Any, ...]]:
         """What an actor is told beside the run folder. Those who write to the folder know the run epoch that they belong to."""
@@ -74,7 +76,7 @@ class Launch:
 
     async def teachers_ready(self) -> None:
         await self._ready([TeacherScorerActor.stage])
-        if self._config.algorithm.wants_teacher():
+        if self._config.asks_teacher():
             log.info("the teachers serve")
 
     def _create(self, stage: str, actor: type, options: dict[str, Any], *args: Any) -> Any:

@@ -27,6 +27,7 @@ from pipeline.evaluator.machine import this_machine
 from pipeline.observe.observer import Observer
 from pipeline.paths import RunPaths
 from pipeline.pumps import Pump, PumpKind, supervise
+from pipeline.sandboxes.leases import default_root, reap
 from pipeline.watchdog import StallWatchdog
 from workflows.monitors import NodeCounter, RestartWatch
 from workflows.screen import own_lines_only
@@ -101,6 +102,7 @@ class Driver:
             return asyncio.run(self._pipeline(nodes, facts))
         finally:
             cluster.stop(self.paths)
+            reap(default_root())
 
     async def _pipeline(self, nodes: tuple, facts: dict[str, Any]) -> Outcome:
         loop = asyncio.get_running_loop()

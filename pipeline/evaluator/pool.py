@@ -35,6 +35,7 @@ from pipeline.evaluator.wakeup import WakeUp
 from pipeline.evaluator.worker import WorkerClient
 from pipeline.evaluator.workers import STAGE, Workers
 from pipeline.records import Batch, Group, Sample, StepContext, Task
+from pipeline.trainer import schedules
 
 log = logging.getLogger("evaluator")
 
@@ -101,7 +102,13 @@ class EvaluatorPool:
         started, report = self._clock(), RolloutReport(step)
         played: dict[int, list[Played]] = {}
         gate = asyncio.Semaphore(LOOK_AHEAD)
-        context = StepContext(step, min_version=max(0, step - 1 - self._config.rollout.max_staleness))
+        algorithm = self._config.algorithm
+        context = StepContext(
+            step,
+            min_version=max(0, step - 1 - self._config.rollout.max_staleness),
+            beta=schedules.value(algorithm.beta, step),
+            t_max=schedules.t_max(algorithm.t_max, step),
+        )
         slots = await self._slots(step, sum(len(batch.ordinals) for batch in batches))
         report.already = sum(slot.state not in ("pending", "running", "dropped") for slot in slots)
 

@@ -39,7 +39,7 @@ _SYSTEM = ("/bin", "/sbin", "/lib", "/lib64", "/lib32")
 
 
 class LocalSandboxes:
-    """Implements `Sandboxes`. Nothing happens before the first `open`, which removes what others have left.
+    """Implements `Sandboxes`. Nothing happens before `start`, or the first `open`, which removes what others have left.
 
     starts: sandboxes that are being started at the same time. root: one for all runs of the machine.
     """
@@ -54,7 +54,7 @@ class LocalSandboxes:
 
     async def open(self, name: str, contents: Contents, limits: Limits) -> LocalSandbox:
         """The permit is held until the sandbox has run its first command."""
-        await self._reap_once()
+        await self.start()
         async with self._starts:
             earlier = self._open.get(name)
             if earlier is not None:
@@ -75,16 +75,17 @@ class LocalSandboxes:
                 raise
         return sandbox
 
+    async def start(self) -> None:
+        """Remove what others have left; once."""
+        if self._reaped is None:
+            self._reaped = asyncio.create_task(self._reap(), name="reap sandboxes")
+        await asyncio.shield(self._reaped)
+
     async def close(self) -> None:
         """Ends every sandbox that is open, and removes what others have left."""
         for sandbox in list(self._open.values()):
             await sandbox.close()
         await asyncio.to_thread(reap, self._root)
-
-    async def _reap_once(self) -> None:
-        if self._reaped is None:
-            self._reaped = asyncio.create_task(self._reap(), name="reap sandboxes")
-        await asyncio.shield(self._reaped)
 
     async def _reap(self) -> None:
         removed = await asyncio.to_thread(reap, self._root)

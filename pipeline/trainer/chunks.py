@@ -30,6 +30,10 @@ class Chunk:
     """Weight of the token in the policy-gradient loss of the whole optimizer step."""
     teacher_weight_n: Tensor
     """Weight of the token in the distillation loss of the whole optimizer step; 0 where not covered."""
+    imitation_weight_n: Tensor
+    """Weight of the token in the cross-entropy of the whole optimizer step; 0 where it is not imitated."""
+    anchor_weight_n: Tensor
+    """Weight of the student's own token in a mean over all of them; 0 on a teacher's."""
     teacher_n: Tensor
     """0 where not covered."""
     topk_ids_nk: Tensor | None
@@ -48,6 +52,8 @@ class Normaliser:
     policy_tokens: int
     policy_rows: int
     by_sequence: bool
+    imitated_tokens: int = 0
+    student_tokens: int = 0
 
     @classmethod
     def of(cls, rows: Sequence[Row], by_sequence: bool) -> Normaliser:
@@ -57,6 +63,8 @@ class Normaliser:
             policy_tokens=sum(len(row.positions) for row in scored),
             policy_rows=len(scored),
             by_sequence=by_sequence,
+            imitated_tokens=sum(int(imitated(row).sum()) for row in rows),
+            student_tokens=sum(int(by_student(row).sum()) for row in rows),
         )
 
     def policy_weight(self, row: Row) -> float:
@@ -64,6 +72,16 @@ class Normaliser:
         if row.advantage is None:
             return 0.0
         return 1.0 / (self.policy_rows * len(row.positions)) if self.by_sequence else 1.0 / self.policy_tokens
+
+
+def imitated(row: Row) -> np.ndarray:
+    """bool [N]."""
+    return np.zeros(len(row.positions), bool) if row.imitated is None else row.imitated
+
+
+def by_student(row: Row) -> np.ndarray:
+    """bool [N]."""
+    return np.ones(len(row.positions), bool) if row.by_teacher is None else ~row.by_teacher
 
 
 def build_chunk(rows: Sequence[Row], normaliser: Normaliser, dtype: torch.dtype, device: torch.device) -> Chunk:
@@ -76,6 +94,9 @@ def build_chunk(rows: Sequence[Row], normaliser: Normaliser, dtype: torch.dtype,
     columns, column_n = np.unique(target_at - 1, return_inverse=True)
     covered = np.concatenate([row.covered for row in rows])
     per_teacher = 1.0 / normaliser.teacher_tokens if normaliser.teacher_tokens else 0.0
+
+    def share(chosen: np.ndarray, of: int) -> Tensor:
+        return real(np.where(chosen, 1.0 / max(1, of), 0.0))
 
     def whole(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device)
@@ -99,6 +120,8 @@ def build_chunk(rows: Sequence[Row], normaliser: Normaliser, dtype: torch.dtype,
         advantage_n=by_row([row.advantage or 0.0 for row in rows]),
         policy_weight_n=by_row([normaliser.policy_weight(row) for row in rows]),
         teacher_weight_n=real(np.where(covered, per_teacher, 0.0)),
+        imitation_weight_n=share(np.concatenate([imitated(row) for row in rows]), normaliser.imitated_tokens),
+        anchor_weight_n=share(np.concatenate([by_student(row) for row in rows]), normaliser.student_tokens),
         teacher_n=real(np.where(covered, np.concatenate([row.teacher for row in rows]), 0.0)),
         topk_ids_nk=None if topk is None else whole(topk[0]),
         topk_logprobs_nk=None if topk is None else real(topk[1]),

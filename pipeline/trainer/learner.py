@@ -56,6 +56,8 @@ class Learner:
             std=config.algorithm.grpo.std,
             signal=self.updater.signal,
             scored_only=config.algorithm.name == "grpo",
+            imitate="teacher" if config.algorithm.mixes() else "all" if config.algorithm.imitates() else "nothing",
+            imitated_only=config.algorithm.name == "dagger",
         )
 
     def learn(self, step: int, selection: Selection, groups: Sequence[Group], lr: float | None = None) -> dict[str, Any]:

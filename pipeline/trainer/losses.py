@@ -96,6 +96,18 @@ def clipped_policy_gradient(ratio_n: Tensor, advantage_n: Tensor, clip_low: floa
     return -torch.minimum(ratio_n * advantage_n, clipped_n * advantage_n)
 
 
+def cross_entropy(logprob_n: Tensor) -> Tensor:
+    """-log pi of the tokens that are imitated, at temperature 1: the surrogate loss of Ross, Gordon & Bagnell 2011 (DAgger)."""
+    return -logprob_n
+
+
+def anchor_kl(logprob_n: Tensor, behaviour_n: Tensor) -> Tensor:
+    """r - 1 - log r with r = pi / mu, on tokens drawn from mu: an estimate of KL(mu || pi) that is never negative (Schulman 2020,
+    "k3"). Its gradient has the expectation of that KL's, -E_mu[grad log pi]: the gradient of r itself has mean 0 under mu."""
+    log_ratio_n = logprob_n - behaviour_n
+    return log_ratio_n.exp() - 1.0 - log_ratio_n
+
+
 def entropy(logprobs_nv: Tensor) -> Tensor:
     """-sum_v q log q."""
     return -(logprobs_nv.exp() * logprobs_nv).sum(1)

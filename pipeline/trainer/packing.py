@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from pipeline.errors import StageFailed
-from pipeline.records import Column, Group, Sample
+from pipeline.records import TEACHER, Column, Group, Sample
 from pipeline.trainer.advantages import group_advantages
 
 TEACHER_FIELD = "teacher"
@@ -44,6 +45,10 @@ class Row:
     """float32 [N, K]."""
     full_logprobs: np.ndarray | None = None
     """float32 [N, V]."""
+    imitated: np.ndarray | None = None
+    """bool [N]: tokens of the cross-entropy; None: none."""
+    by_teacher: np.ndarray | None = None
+    """bool [N]: tokens that a teacher made; None: none. They are in no ratio to the behaviour policy, which did not make them."""
 
     @property
     def length(self) -> int:
@@ -69,13 +74,17 @@ class RowRules:
     """What the teacher's column must hold for a token to be covered: sampled, topk or full; None: no teacher is asked."""
     scored_only: bool = False
     """Reject samples without a reward: without a teacher there is nothing else to learn from."""
+    imitate: Literal["nothing", "teacher", "all"] = "nothing"
+    """Whose tokens are in the cross-entropy."""
+    imitated_only: bool = False
+    """Reject samples in which nothing is imitated."""
 
 
 def make_rows(groups: Sequence[Group], kept: Collection[str], rules: RowRules) -> Packed:
     """One row a kept sample, in order. Rejected samples are out of their group's baseline, like filtered ones.
 
-    Reasons: `too_long`, `unscored`, and `malformed` (arrays of unequal length, a trained first token, or a trained token without a
-    behaviour logprob). Raises StageFailed when a teacher column does not fit its group.
+    Reasons: `too_long`, `unscored`, `not_imitated`, and `malformed` (arrays of unequal length, a trained first token, or a trained
+    token without a behaviour logprob). Raises StageFailed when a teacher column does not fit its group.
     """
     rows: list[Row] = []
     rejected: Counter[str] = Counter()
@@ -87,9 +96,7 @@ def make_rows(groups: Sequence[Group], kept: Collection[str], rules: RowRules) -
         rejected.update(reason for reason in reasons.values() if reason is not None)
         samples = [sample for sample in group.samples if reasons.get(sample.sample_id, "filtered") is None]
         advantages = group_advantages([sample.reward for sample in samples], std=rules.std)
-        rows += [
-            _row(group, sample, advantage, column, rules.signal) for sample, advantage in zip(samples, advantages, strict=True)
-        ]
+        rows += [_row(group, sample, advantage, column, rules) for sample, advantage in zip(samples, advantages, strict=True)]
     return Packed(tuple(rows), dict(rejected))
 
 
@@ -128,11 +135,16 @@ def _defect(sample: Sample, rules: RowRules) -> str | None:
         return "malformed"
     if length > rules.max_tokens:
         return "too_long"
-    return "unscored" if rules.scored_only and sample.reward is None else None
+    if rules.scored_only and sample.reward is None:
+        return "unscored"
+    if rules.imitated_only and not (sample.executor[trained] == TEACHER).any():
+        return "not_imitated"
+    return None
 
 
-def _row(group: Group, sample: Sample, advantage: float | None, column: Column | None, signal: str | None) -> Row:
-    positions = np.flatnonzero(sample.loss_mask)
+def _row(group: Group, sample: Sample, advantage: float | None, column: Column | None, rules: RowRules) -> Row:
+    positions, signal = np.flatnonzero(sample.loss_mask), rules.signal
+    by_teacher = sample.executor[positions] == TEACHER
     arrays = column.samples.get(sample.sample_id) if column is not None and signal is not None else None
     picked = {name: _pick(group, sample, name, array, positions) for name, array in (arrays or {}).items()}
     teacher = picked.get("logprobs", np.full(len(positions), np.nan, np.float32))
@@ -154,6 +166,8 @@ def _row(group: Group, sample: Sample, advantage: float | None, column: Column |
         advantage=advantage,
         covered=covered,
         teacher=teacher,
+        imitated={"nothing": None, "teacher": by_teacher, "all": np.ones(len(positions), bool)}[rules.imitate],
+        by_teacher=by_teacher if by_teacher.any() else None,
         **extra,
     )
 

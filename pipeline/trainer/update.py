@@ -22,8 +22,9 @@ from pipeline.trainer.packing import Row, split_chunks, split_minibatches
 from pipeline.trainer.schedules import learning_rate
 
 FIGURES = (
-    "loss", "loss_opd", "loss_grpo", "samples", "tokens", "optimizer_steps", "nonfinite_steps", "grad_norm", "entropy",
-    "kl_behaviour", "ratio_mean", "ratio_max", "ratio_masked_share", "clipped_share", "teacher_kl", "lr", "teacher_coverage",
+    "loss", "loss_opd", "loss_grpo", "loss_imitation", "loss_anchor", "samples", "tokens", "optimizer_steps", "nonfinite_steps",
+    "grad_norm", "entropy", "kl_behaviour", "ratio_mean", "ratio_max", "ratio_masked_share", "clipped_share", "teacher_kl", "lr",
+    "teacher_coverage",
 )  # fmt: skip
 """What `Updater.update` returns. `teacher_kl` is the mean of log p_student - log p_teacher over sampled tokens."""
 
@@ -139,8 +140,23 @@ class Updater:
             part = (chunk.policy_weight_n * token_n).sum()
             loss = loss + settings.coefficient * part
             self._count_policy(tally, chunk, ratio_n, part)
-        self._count_tokens(tally, ratio_n, student_nv)
+        if self._algorithm.imitates():
+            loss = loss + self._imitation(chunk, student_n, tempered_n, tally)
+        self._count_tokens(tally, ratio_n[chunk.anchor_weight_n > 0], student_nv)
         tally.add(loss=float(loss.detach()))
+        return loss
+
+    def _imitation(self, chunk: Chunk, student_n: Tensor, tempered_n: Tensor, tally: Tally) -> Tensor:
+        """Cross-entropy on what is imitated; `aggrevate` holds the student's own tokens near the policy that drew them."""
+        settings = self._algorithm.imitation
+        part = (chunk.imitation_weight_n * losses.cross_entropy(student_n)).sum()
+        tally.add(loss_imitation=float(part.detach()))
+        loss = settings.coefficient * part
+        if self._algorithm.name == "aggrevate":
+            own_n = chunk.anchor_weight_n > 0
+            held = (chunk.anchor_weight_n[own_n] * losses.anchor_kl(tempered_n[own_n], chunk.behaviour_n[own_n])).sum()
+            tally.add(loss_anchor=float(held.detach()))
+            loss = loss + settings.kl_coefficient * held
         return loss
 
     def _logits(self, chunk: Chunk) -> Tensor:
@@ -225,11 +241,13 @@ class Updater:
     @torch.no_grad()
     def _count_tokens(self, tally: Tally, ratio_n: Tensor, student_nv: Tensor) -> None:
         # KL(mu || pi) by the estimator r - 1 - log r with r = pi / mu: unbiased, never negative (Schulman 2020, "k3").
+        tally.add(tokens=len(student_nv), entropy=float(losses.entropy(student_nv).sum()))
+        if not len(ratio_n):
+            return
         tally.add(
-            tokens=len(ratio_n),
+            own_tokens=len(ratio_n),
             ratio=float(ratio_n.sum()),
             kl_behaviour=float((ratio_n - 1.0 - ratio_n.log()).sum()),
-            entropy=float(losses.entropy(student_nv).sum()),
         )
         tally.top(ratio=float(ratio_n.max()))
 
@@ -237,7 +255,7 @@ class Updater:
         steps = len(norms)
         finite = [norm for norm in norms if norm is not None]
         per_step = {
-            name: known(tally.sums[name] / steps) if name in tally.sums else None for name in ("loss", "loss_opd", "loss_grpo")
+            name: known(tally.sums[name] / steps) if name in tally.sums else None for name in FIGURES if name.startswith("loss")
         }
         return per_step | {
             "samples": len(rows),
@@ -246,8 +264,8 @@ class Updater:
             "nonfinite_steps": steps - len(finite),
             "grad_norm": mean(finite),
             "entropy": tally.share("entropy", "tokens"),
-            "kl_behaviour": tally.share("kl_behaviour", "tokens"),
-            "ratio_mean": tally.share("ratio", "tokens"),
+            "kl_behaviour": tally.share("kl_behaviour", "own_tokens"),
+            "ratio_mean": tally.share("ratio", "own_tokens"),
             "ratio_max": known(tally.maxima.get("ratio")),
             "ratio_masked_share": tally.share("masked", "covered"),
             "clipped_share": tally.share("clipped", "policy_tokens"),
