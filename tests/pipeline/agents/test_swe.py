@@ -1,0 +1,254 @@
+"""The swe agent in real sandboxes: what it says and sees, what ends it, and what it is rewarded for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.agents.commands import block, command_in
+from pipeline.agents.reference import first_file, mending_command, replaced_lines
+from pipeline.buffer.api import Attempt
+from pipeline.config.schema import RunConfig
+from pipeline.engines.base import Completion
+from pipeline.engines.renderer import ChatRenderer
+from pipeline.evaluator.spec import PlacementToken, specs_from_config
+from pipeline.evaluator.worker import EvaluatorWorker
+from pipeline.fetcher.catalog import Catalog
+from pipeline.records import STUDENT, TEACHER, StepContext, Task
+from pipeline.sandboxes.local import MISSING, LocalSandboxes
+from pipeline.trainer.tokenizer import build_tokenizer
+
+TASKS = Path(__file__).parents[3] / "configs" / "data" / "swe_tasks.jsonl"
+ROWS = [json.loads(line) for line in TASKS.read_text().splitlines()]
+TOKEN = PlacementToken("local", None, 0.0, 0.5, 0.25)
+TRAIN = StepContext(1)
+DOWN = {
+    "instance_id": "down",
+    "problem_statement": "down(2) in a.py gives 3; expected 1.",
+    "patch": "--- a/a.py\n+++ b/a.py\n@@ -1,2 +1,2 @@\n def down(x):\n-    return x + 1\n+    return x - 1\n",
+    "test_patch": "--- /dev/null\n+++ b/test_a.py\n@@ -0,0 +1,8 @@\n+import unittest\n+from a import down\n+\n+class T(unittest.TestCase):\n"
+    "+    def test_new(self):\n+        assert down(2) == 1\n+    def test_old(self):\n+        assert isinstance(down(0), int)\n",
+    "FAIL_TO_PASS": ["test_a.T.test_new"],
+    "PASS_TO_PASS": json.dumps(["test_a.T.test_old"]),
+    "files": {"a.py": "def down(x):\n    return x + 1\n"},
+    "test_command": "python3 -m unittest -q",
+}
+MEND = "sed -i 's/x + 1/x - 1/' a.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needed() -> None:
+    if shutil.which("bwrap") is None:
+        pytest.skip(MISSING)
+
+
+@dataclass
+class Says:
+    """A student that says what it is told, turn by turn, and then nothing more than the last."""
+
+    renderer: ChatRenderer
+    lines: list[str]
+    prompts: list[np.ndarray] = field(default_factory=list)
+
+    async def generate(self, requests: list[Any], version: Any) -> list[Completion]:
+        replies = []
+        for request in requests:
+            self.prompts.append(request.prompt)
+            text = self.lines[min(int(request.request_id.split(".")[2]), len(self.lines) - 1)]
+            tokens = np.append(self.renderer.encode_text(text), self.renderer.eos_token_id).astype(np.int32)
+            said = tokens[: request.sampling.max_tokens]
+            reason = "stop" if len(said) == len(tokens) else "length"
+            replies.append(Completion(request.request_id, said, np.full(len(said), -1.0, np.float32), reason, 0))
+        return replies
+
+
+class World:
+    def __init__(self, folder: Path, rows: list[dict[str, Any]], algorithm: str = "grpo", **stopping: Any) -> None:
+        path = folder / "tasks.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        dataset = {"source": "swe", "path": path, "task_type": "swe", "sampling": {"max_tokens": 200}, "stopping": stopping}
+        self.config = RunConfig.model_validate(
+            {
+                "student": {"architecture": {}},
+                "teachers": {"reference": {"engine": "reference"}} if algorithm != "grpo" else {},
+                "datasets": {"repairs": {**dataset, "split": {"held_out": []}, "evaluate": False}},
+                "specs": [{"task_type": "swe", "agent": "swe", "sandbox": {"command_timeout_s": 5, "output_bytes": 400}}],
+                "algorithm": {"name": algorithm},
+                "rollout": {"samples_per_task": 1},
+            }
+        )
+        catalog = Catalog(self.config)
+        build_tokenizer(catalog.texts(), folder / "tokenizer")
+        self.renderer = ChatRenderer.load(folder / "tokenizer")
+        self.root = folder / "sandboxes"
+        self.task: Task = catalog.task(0)
+
+    async def play(self, *lines: str, task: Task | None = None, context: StepContext = TRAIN):
+        student = Says(self.renderer, list(lines))
+        boxes = LocalSandboxes(root=self.root)
+        worker = EvaluatorWorker(self.config, self.renderer, student, specs_from_config(self.config), "local", sandboxes=boxes)
+        task = task or self.task
+        (sample,) = await worker.run_samples(task, [0], Attempt(task.ordinal, 1, 0, 0), context, [TOKEN])
+        assert left_in(self.root) == []
+        return sample, student
+
+
+def left_in(root: Path) -> list[Path]:
+    return list(root.iterdir())
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path, [DOWN])
+
+
+async def test_a_mended_file_solves_the_task_and_the_patch_is_kept(world: World):
+    sample, student = await world.play("I look. " + block("cat a.py"), block(MEND), block("submit"))
+    assert (sample.status, sample.reward, sample.finish_reason) == ("ok", 1.0, "finish")
+    assert "-    return x + 1\n+    return x - 1\n" in sample.text
+    first, second, last = sample.turns
+    assert first["action"] == "cat a.py" and first["output"] == DOWN["files"]["a.py"] and first["exit_code"] == 0
+    assert second["action"] == MEND and last["patch"] == sample.text and first["executor"] == "student"
+    assert "exit 0\ndef down(x):\n    return x + 1\n" in world.renderer.decode(student.prompts[1])
+
+
+async def test_tokens_are_only_appended_and_what_was_said_stays_as_it_was(world: World):
+    sample, student = await world.play(block("cat a.py"), block("ls"), block("submit"))
+    for earlier, later in zip(student.prompts, student.prompts[1:], strict=False):
+        assert (later[: len(earlier)] == earlier).all()
+    whole = world.renderer.render(
+        (
+            *world.task.messages,
+            ("assistant", block("cat a.py")),
+            ("user", "exit 0\n" + DOWN["files"]["a.py"]),
+            ("assistant", block("ls")),
+            ("user", "exit 0\na.py\n"),
+        )
+    )
+    assert student.prompts[2].tolist() == whole.tolist()
+    said = sample.token_ids[sample.loss_mask == 1]
+    assert world.renderer.decode(said) == block("cat a.py") + block("ls") + block("submit")
+    assert (sample.executor[sample.loss_mask == 1] == STUDENT).all()
+
+
+@pytest.mark.parametrize(
+    ("stopping", "lines", "reason"),
+    [
+        ({"max_turns": 2}, [block("ls"), block("pwd")], "max_turns"),
+        ({"max_repeats": 3}, [block("ls")], "repeated_action_loop"),
+        ({"max_repeats": 2}, ["no command here"], "repeated_action_loop"),
+        ({"max_context": 200}, [block("ls"), block("cat a.py a.py a.py"), block("pwd")], "context_overflow"),
+        ({"max_seconds": 2}, [block("sleep 9"), block("pwd"), block("ls")], "agent_timeout"),
+    ],
+)
+async def test_what_ends_an_episode(tmp_path: Path, stopping: dict[str, Any], lines: list[str], reason: str):
+    world = World(tmp_path, [DOWN], **stopping)
+    sample, _ = await world.play(*lines)
+    assert (sample.status, sample.finish_reason, sample.reward) == ("ok", reason, 0.0)
+    assert len(sample.token_ids) <= stopping.get("max_context", 10_000)
+
+
+async def test_a_message_without_a_command_is_answered_by_what_is_expected(world: World):
+    sample, student = await world.play("hello", block("ls") + block("pwd"), block(MEND), block("submit"))
+    assert "exactly one command" in world.renderer.decode(student.prompts[1])
+    assert [turn["action"] for turn in sample.turns] == [None, None, MEND, "submit"]
+    assert sample.reward == 1.0
+
+
+async def test_a_command_past_its_deadline_is_told_to_the_model(tmp_path: Path):
+    world = World(tmp_path, [DOWN])
+    world.config = world.config.model_copy(
+        update={"specs": (world.config.specs[0].model_copy(update={"sandbox": world.config.specs[0].sandbox.model_copy(
+            update={"command_timeout_s": 0.5})}),)}
+    )  # fmt: skip
+    _, student = await world.play(block("echo begun; sleep 60"), block("submit"))
+    assert "stopped after 0.5 s\nbegun\n" in world.renderer.decode(student.prompts[1])
+
+
+async def test_rewriting_the_tests_wins_nothing(world: World):
+    cheat = "printf 'import unittest\\nclass T(unittest.TestCase):\\n  def test_new(self): pass\\n  def test_old(self): pass\\n' > test_a.py"
+    sample, _ = await world.play(block(cheat), block("submit"))
+    assert "test_a.py" in sample.text
+    assert sample.reward == 0.0
+
+
+async def test_a_change_that_breaks_what_worked_is_no_solution(world: World):
+    sample, _ = await world.play(block("echo 'down = lambda x: 1 if x else 0.5' > a.py"), block("submit"))
+    assert sample.reward == 0.0
+
+
+async def test_a_folder_that_does_not_exist_any_more_is_the_sandboxes_fault(tmp_path: Path):
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    (folder / "a.py").write_text(DOWN["files"]["a.py"])
+    world = World(tmp_path, [{**{k: v for k, v in DOWN.items() if k != "files"}, "folder": str(folder)}])
+    sample, _ = await world.play(block(MEND), block("submit"))
+    assert sample.reward == 1.0 and (folder / "a.py").read_text() == DOWN["files"]["a.py"]
+    shutil.rmtree(folder)
+    sample, _ = await world.play(block("submit"))
+    assert (sample.status, sample.abort_reason, sample.phase) == ("aborted", "infra_sandbox", "init")
+
+
+async def test_the_reference_teacher_solves_the_task_and_takes_over_from_a_student(tmp_path: Path):
+    world = World(tmp_path, [DOWN], "dagger")
+    sample, _ = await world.play("?", context=StepContext(1, beta=1.0))
+    assert sample.reward == 1.0 and len(sample.turns) == 3
+    assert (sample.executor[sample.loss_mask == 1] == TEACHER).all() and (sample.versions == -1).all()
+    world = World(tmp_path, [DOWN], "aggrevate", max_turns=8)
+    task = replace(world.task, ordinal=next(o for o in range(99) if _kappa(world.task, o) == 2))
+    sample, _ = await world.play(block("ls"), "what?", task=task, context=StepContext(1, t_max=3))
+    assert [turn["executor"] for turn in sample.turns] == ["student"] * 2 + ["teacher"] * 3
+    assert sample.reward == 1.0
+
+
+def _kappa(task: Task, ordinal: int) -> int:
+    from pipeline.agents.mixing import kappa
+
+    return kappa(replace(task, ordinal=ordinal), 3)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row["instance_id"] for row in ROWS])
+def test_the_teachers_command_has_the_effect_of_the_patch(row: dict[str, Any], tmp_path: Path):
+    assert replaced_lines(row["patch"]) is not None
+    name = first_file(row["patch"])
+    (tmp_path / name).write_text(row["files"][name])
+    subprocess.run(["bash", "-c", mending_command(row["patch"])], cwd=tmp_path, check=True)
+    mended = (tmp_path / name).read_text()
+    (tmp_path / name).write_text(row["files"][name])
+    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=row["patch"], text=True, check=True)
+    assert mended == (tmp_path / name).read_text() != row["files"][name]
+
+
+def test_a_patch_that_adds_lines_is_applied_as_it_is(tmp_path: Path):
+    patch = "--- a/a.txt\n+++ b/a.txt\n@@ -1,1 +1,2 @@\n one's\n+two\n"
+    (tmp_path / "a.txt").write_text("one's\n")
+    assert replaced_lines(patch) is None
+    subprocess.run(["bash", "-c", mending_command(patch)], cwd=tmp_path, check=True)
+    assert (tmp_path / "a.txt").read_text() == "one's\ntwo\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("```bash\nls\n```", "ls"),
+        ("I think\n```\nls -l\n```\nso", "ls -l"),
+        ("```bash\na\n```\n```bash\nb\n```", None),
+        ("ls", None),
+        ("```bash\n\n```", None),
+        ("```bash\ncat <<'E'\nx\nE\n```", "cat <<'E'\nx\nE"),
+    ],
+)
+def test_which_command_a_message_holds(text: str, command: str | None):
+    assert command_in(text) == command
+
+
+def test_the_shipped_set_is_large_and_whole():
+    assert len(ROWS) >= 25 and len({row["instance_id"] for row in ROWS}) == len(ROWS)
+    assert all(row["FAIL_TO_PASS"] and row["PASS_TO_PASS"] for row in ROWS)
