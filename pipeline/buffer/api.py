@@ -71,6 +71,8 @@ class Selection:
     ordinals: tuple[int, ...]
     dropped: dict[str, int] = field(default_factory=dict)
     """Reason -> groups of this step that were dropped."""
+    ended: bool = False
+    """Nothing is taken because the data had ended: the step was assigned no group at all."""
 
 
 @dataclass(frozen=True, slots=True)

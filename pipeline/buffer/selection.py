@@ -48,7 +48,8 @@ def selectable(db: sqlite3.Connection, settings: BufferSettings, step: int) -> b
 def select(ledger: Ledger, step: int) -> Selection:
     recorded = ledger.one("SELECT * FROM selections WHERE step = ?", step)
     if recorded is not None:
-        return Selection(step, tuple(json.loads(recorded["ordinals"])), json.loads(recorded["dropped"]))
+        taken = json.loads(recorded["ordinals"])
+        return Selection(step, tuple(taken), json.loads(recorded["dropped"]), not taken and _empty(ledger.db, step))
     last = ledger.one("SELECT max(step) AS step FROM selections")["step"]
     if last is not None and step != last + 1:
         raise RolloutError(f"training step {step} cannot be selected after step {last}: steps are selected one after the other")
@@ -67,12 +68,17 @@ def select(ledger: Ledger, step: int) -> Selection:
         "INSERT INTO selections VALUES (?, ?, ?, ?, ?)",
         (step, json.dumps(ordinals), json.dumps(dropped), ledger.writer_epoch, ledger.clock()),
     )
-    return Selection(step, tuple(ordinals), dict(dropped))
+    return Selection(step, tuple(ordinals), dict(dropped), not ordinals and _empty(ledger.db, step))
 
 
 def next_step(db: sqlite3.Connection) -> int:
     """The step that is selected next."""
     return db.execute("SELECT coalesce(max(step), 0) + 1 FROM selections").fetchone()[0]
+
+
+def _empty(db: sqlite3.Connection, step: int) -> bool:
+    """A step of an earlier one's groups, or whose own were all dropped, is no end of the data."""
+    return db.execute("SELECT 1 FROM steps WHERE step = ? AND slots = 0", (step,)).fetchone() is not None
 
 
 def _candidates(db: sqlite3.Connection, settings: BufferSettings, step: int) -> list[int]:

@@ -108,7 +108,7 @@ class Learner:
         """`short`: too few groups because groups were dropped. A step that is short because the data ended is trained on."""
         tasks = self._config.rollout.tasks_per_step
         found, dropped = len(selection.ordinals), sum(selection.dropped.values())
-        if not found and not dropped:
+        if selection.ended:
             return END_OF_DATA
         if found < self._config.rollout.min_step_fraction * tasks and found + dropped >= tasks:
             return "short"

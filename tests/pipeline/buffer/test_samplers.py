@@ -76,7 +76,21 @@ async def test_the_end_of_data_can_be_selected_as_an_empty_step(tmp_path):
         async with opened(new_run(tmp_path, sampler), make_settings(sampler=sampler)) as buffer:
             await buffer.assign(1, 2, 0)
             assert await buffer.wait_selectable(1, 0)
-            assert (await buffer.select(1)).ordinals == ()
+            for _ in range(2):
+                selection = await buffer.select(1)
+                assert selection.ordinals == () and selection.ended
+
+
+async def test_a_step_that_finds_nothing_because_all_was_too_old_is_no_end_of_the_data(tmp_path):
+    """What the teacher stage drops before it scores it is in no selection's own count."""
+    async with opened(new_run(tmp_path), make_settings(sampler="windowed", max_staleness=0)) as buffer:
+        await fill_step(buffer, 1)
+        await buffer.select(1)
+        for ordinal in await fill_step(buffer, 2, needs=("teacher",), version=0):
+            assert await buffer.discard(ordinal, "stale")
+        for _ in range(2):
+            selection = await buffer.select(2)
+            assert selection.ordinals == () and not selection.ended
 
 
 # every run ends, or is refused at start
