@@ -85,6 +85,7 @@ class ResourcePart(Strict):
     concurrency: int = Field(64, ge=1)
     """Samples of one evaluator that run at the same time, at most."""
     custom: dict[str, float] = {}
+    """Other things that a node has so many of (`layout.nodes.*.custom`): the pool counts them, Ray does not."""
 
 
 class SandboxPart(Strict):
@@ -126,6 +127,8 @@ class NodeLayout(Strict):
     gpus: tuple[int, ...] = ()
     cpu: float | None = Field(None, gt=0)
     memory_gb: float | None = Field(None, gt=0)
+    custom: dict[str, float] = {}
+    """How many there are of each thing that samples ask for in `custom`."""
 
 
 class Layout(Strict):

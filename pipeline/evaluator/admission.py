@@ -13,8 +13,8 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import NodeLayout
 from pipeline.errors import AdmissionError, ConfigError
 from pipeline.evaluator.machine import Machine
-from pipeline.evaluator.nodes import UNBOUNDED, capacity
-from pipeline.evaluator.spec import CPU_UNIT, MEMORY_UNIT, EvaluatorSpec, NodeSpec, Units, specs_from_config
+from pipeline.evaluator.nodes import UNBOUNDED, Need, capacity, need_of
+from pipeline.evaluator.spec import CPU_UNIT, CUSTOM_UNIT, MEMORY_UNIT, EvaluatorSpec, NodeSpec, Resource, Units, specs_from_config
 
 INFRASTRUCTURE_CPU = 0.01
 """Logical CPUs of a stage actor, a workflow node, a replica and a worker: bookkeeping, so that one CPU is enough for all."""
@@ -108,7 +108,7 @@ def layout_nodes(config: RunConfig) -> tuple[NodeSpec, ...] | None:
                 )
         if len(set(part.gpus)) != len(part.gpus):
             raise ConfigError(f"layout.nodes.{name}.gpus {list(part.gpus)} names a GPU twice")
-        nodes.append(NodeSpec(name, part.gpus, cpu, memory_gb))
+        nodes.append(NodeSpec(name, part.gpus, cpu, memory_gb, tuple(sorted(part.custom.items()))))
     if not nodes:
         raise ConfigError("layout.nodes is empty; leave `layout` out to use what the machine has left")
     return tuple(nodes)
@@ -141,7 +141,7 @@ def _check_spec(config: RunConfig, spec: EvaluatorSpec, pool: tuple[NodeSpec, ..
         sums = "; ".join(f"{node.node} holds {capacity([node], per_sample)}" for node in pool)
         raise AdmissionError(
             f"spec {spec.evaluator_id!r}: a batch asks for {asked} tokens (at most {samples} samples and concurrency"
-            f" {spec.resource.concurrency}) of {_resource(per_sample.gpu, per_sample.cpu, per_sample.memory_gb)}, but the pool"
+            f" {spec.resource.concurrency}) of {_sample(per_sample)}, but the pool"
             f" holds {held} ({sums}); lower specs.{spec.task_type}.resource.concurrency to {held} or less, or"
             f" {'enlarge layout.nodes' if from_layout else 'ask for less a sample'}"
         )
@@ -150,7 +150,7 @@ def _check_spec(config: RunConfig, spec: EvaluatorSpec, pool: tuple[NodeSpec, ..
 
 def _fits_nowhere(spec: EvaluatorSpec, pool: tuple[NodeSpec, ...], from_layout: bool) -> str:
     wanted = spec.sample_resource
-    need = Units.of(wanted.gpu, wanted.cpu, wanted.memory_gb)
+    need = need_of(wanted)
     nearest = max(pool, key=lambda node: _nearness(node, need))
     short = []
     if need.gpu and not nearest.gpu_ids:
@@ -160,19 +160,24 @@ def _fits_nowhere(spec: EvaluatorSpec, pool: tuple[NodeSpec, ...], from_layout: 
         short.append(("cpu", f"cpu {_n(wanted.cpu)} > {_n(nearest.cpu)}"))
     if need.memory > have.memory:
         short.append(("memory_gb", f"memory_gb {_n(wanted.memory_gb)} > {_n(nearest.memory_gb)}"))
+    for name, units in need.custom:
+        there = dict(nearest.custom).get(name, 0.0)
+        if units > there * CUSTOM_UNIT:
+            short.append((f"custom.{name}", f"{name} {_n(wanted.custom[name])} > {_n(there)}"))
     keys = " and ".join(f"specs.{spec.task_type}.resource.{key}" for key, _ in short)
     enlarge = f", or raise layout.nodes.{nearest.node}" if from_layout else ", or use a machine that has it"
     return (
-        f"spec {spec.evaluator_id!r}: one sample asks for {_resource(wanted.gpu, wanted.cpu, wanted.memory_gb)}, which fits no"
+        f"spec {spec.evaluator_id!r}: one sample asks for {_sample(wanted)}, which fits no"
         f" node; the nearest is {nearest.node!r}: {', '.join(text for _, text in short)}; lower {keys}{enlarge}"
     )
 
 
-def _nearness(node: NodeSpec, need: Units) -> tuple[int, float]:
+def _nearness(node: NodeSpec, need: Need) -> tuple[int, float]:
     """How many of the demands the node meets, then the smallest share of a demand that it has."""
     have = Units.of(0, node.cpu, node.memory_gb)
     shares = [have.cpu / need.cpu if need.cpu else 1.0, have.memory / need.memory if need.memory else 1.0]
     shares.append(1.0 if not need.gpu or node.gpu_ids else 0.0)
+    shares += [dict(node.custom).get(name, 0.0) * CUSTOM_UNIT / units for name, units in need.custom]
     return sum(share >= 1.0 for share in shares), min(shares)
 
 
@@ -232,6 +237,11 @@ def _sum(who: str, lines: tuple[Line, ...]) -> Line:
 
 def _line(who: str, nodes: tuple[NodeSpec, ...] | list[NodeSpec]) -> Line:
     return _sum(who, tuple(Line(node.node, 1, node.cpu, float(len(node.gpu_ids)), node.memory_gb) for node in nodes))
+
+
+def _sample(wanted: Resource) -> str:
+    custom = "".join(f", {name} {_n(amount)}" for name, amount in sorted(wanted.custom.items()))
+    return _resource(wanted.gpu, wanted.cpu, wanted.memory_gb) + custom
 
 
 def _resource(gpu: float, cpu: float, memory_gb: float) -> str:

@@ -8,17 +8,27 @@ from __future__ import annotations
 import heapq
 import sys
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from pipeline.evaluator.spec import GPU_UNIT, NodeSpec, PlacementToken, Resource, Units
+from pipeline.evaluator.spec import GPU_UNIT, NodeSpec, PlacementToken, Resource, Units, custom_units
 
 UNBOUNDED = sys.maxsize
 """Capacity for samples that ask for nothing."""
 
 
+class Need(NamedTuple):
+    """What one sample takes, in whole units."""
+
+    gpu: int
+    cpu: int
+    memory: int
+    custom: tuple[tuple[str, int], ...] = ()
+
+
 class Node:
     """Free units of one node."""
 
-    __slots__ = ("spec", "order", "gpus", "gpu", "cpu", "memory", "stamp", "up")
+    __slots__ = ("spec", "order", "gpus", "gpu", "cpu", "memory", "custom", "stamp", "up")
 
     def __init__(self, spec: NodeSpec, order: int) -> None:
         whole = Units.of(0.0, spec.cpu, spec.memory_gb)
@@ -28,12 +38,15 @@ class Node:
         self.gpu = GPU_UNIT * len(self.gpus)
         self.cpu = whole.cpu
         self.memory = whole.memory
+        self.custom = dict(custom_units(spec.custom))
         self.stamp = 0
         self.up = True
 
-    def take(self, need: Units) -> tuple[bool, int | None]:
+    def take(self, need: Need) -> tuple[bool, int | None]:
         """(placed, GPU id): the fullest GPU that still fits, so that large shares stay possible elsewhere."""
         if need.cpu > self.cpu or need.memory > self.memory:
+            return False, None
+        if need.custom and any(units > self.custom.get(name, 0) for name, units in need.custom):
             return False, None
         chosen: int | None = None
         if need.gpu:
@@ -47,16 +60,20 @@ class Node:
             self.gpu -= need.gpu
         self.cpu -= need.cpu
         self.memory -= need.memory
+        for name, units in need.custom:
+            self.custom[name] -= units
         return True, chosen
 
-    def put_back(self, need: Units, gpu_id: int | None) -> None:
+    def put_back(self, need: Need, gpu_id: int | None) -> None:
         if gpu_id is not None:
             self.gpus[gpu_id] += need.gpu
             self.gpu += need.gpu
         self.cpu += need.cpu
         self.memory += need.memory
+        for name, units in need.custom:
+            self.custom[name] += units
 
-    def fits(self, need: Units) -> int:
+    def fits(self, need: Need) -> int:
         """How many samples of this need could be placed now."""
         counts = [UNBOUNDED]
         if need.gpu:
@@ -65,6 +82,7 @@ class Node:
             counts.append(self.cpu // need.cpu)
         if need.memory:
             counts.append(self.memory // need.memory)
+        counts += [self.custom.get(name, 0) // units for name, units in need.custom]
         return min(counts)
 
 
@@ -77,8 +95,9 @@ def capacity(nodes: Sequence[NodeSpec], per_sample: Resource) -> int:
     return min(UNBOUNDED, sum(Node(spec, 0).fits(need) for spec in nodes))
 
 
-def need_of(per_sample: Resource) -> Units:
-    return Units.of(per_sample.gpu, per_sample.cpu, per_sample.memory_gb)
+def need_of(sample: Resource | PlacementToken) -> Need:
+    custom = sample.custom.items() if isinstance(sample, Resource) else sample.custom
+    return Need(*Units.of(sample.gpu, sample.cpu, sample.memory_gb), custom_units(custom) if custom else ())
 
 
 class FreeNodes:
@@ -96,10 +115,11 @@ class FreeNodes:
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes)
 
-    def take_all(self, per_sample: Resource, need: Units, count: int) -> list[PlacementToken] | None:
+    def take_all(self, per_sample: Resource, need: Need, count: int) -> list[PlacementToken] | None:
         """`count` tokens, or None with everything rolled back."""
         if need.gpu * count > self.gpu or need.cpu * count > self.cpu or need.memory * count > self.memory:
             return None
+        custom = tuple(sorted(per_sample.custom.items()))
         tokens: list[PlacementToken] = []
         full: list[tuple[int, int, int, int]] = []
         while len(tokens) < count and self._heap:
@@ -111,7 +131,7 @@ class FreeNodes:
             if not placed:
                 full.append(entry)
                 continue
-            tokens.append(PlacementToken(node.spec.node, gpu_id, per_sample.gpu, per_sample.cpu, per_sample.memory_gb))
+            tokens.append(PlacementToken(node.spec.node, gpu_id, per_sample.gpu, per_sample.cpu, per_sample.memory_gb, custom))
             self._changed(node, need, -1)
         for entry in full:
             heapq.heappush(self._heap, entry)
@@ -123,7 +143,7 @@ class FreeNodes:
 
     def put_back(self, token: PlacementToken) -> None:
         node = self.by_name[token.node]
-        need = Units.of(token.gpu, token.cpu, token.memory_gb)
+        need = need_of(token)
         node.put_back(need, token.gpu_id)
         self._changed(node, need, 1)
 
@@ -132,7 +152,7 @@ class FreeNodes:
         self.by_name[name].up = up
         self._rebuild()
 
-    def _changed(self, node: Node, need: Units, sign: int) -> None:
+    def _changed(self, node: Node, need: Need, sign: int) -> None:
         if not node.up:
             return
         self.gpu += sign * need.gpu

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeline.errors import AdmissionError
-from pipeline.evaluator.nodes import UNBOUNDED, FreeNodes, capacity, need_of
+from pipeline.evaluator.nodes import UNBOUNDED, FreeNodes, Need, capacity, need_of
 from pipeline.evaluator.spec import NodeSpec, PlacementToken, Resource, Units
 
 
@@ -34,11 +34,11 @@ class PlacementPool:
         self._patience_s = patience_s
         self._clock = clock
         self._held: Counter[PlacementToken] = Counter()
-        self._lines: dict[tuple[Units, int], deque[_Waiter]] = {}
+        self._lines: dict[tuple[Need, int], deque[_Waiter]] = {}
         self._arrivals = 0
-        self._too_many: dict[Units, int] = {}
+        self._too_many: dict[Need, int] = {}
         """Smallest count that is known not to fit; forgotten when anything comes back."""
-        self._most: dict[Units, int] = {}
+        self._most: dict[Need, int] = {}
         """Capacity of the nodes that are up, by need."""
 
     def try_acquire_batch(self, budget: Resource, per_sample: Resource, max_tokens: int) -> list[PlacementToken] | None:
@@ -117,9 +117,11 @@ class PlacementPool:
         """Free units by node."""
         return {node.spec.node: Units(node.gpu, node.cpu, node.memory) for node in self._free}
 
-    def _demand(self, budget: Resource, per_sample: Resource, max_tokens: int) -> tuple[Units, int]:
+    def _demand(self, budget: Resource, per_sample: Resource, max_tokens: int) -> tuple[Need, int]:
         need, purse = need_of(per_sample), need_of(budget)
-        count = min([max_tokens, *(have // each for have, each in zip(purse, need, strict=True) if each)])
+        purse_of = dict(purse.custom)
+        demands = [*zip(purse[:3], need[:3], strict=True), *((purse_of.get(name, 0), each) for name, each in need.custom)]
+        count = min([max_tokens, *(have // each for have, each in demands if each)])
         if count < 1:
             raise AdmissionError(f"a batch of {max_tokens} samples of {per_sample} gets no token out of the budget {budget}")
         most = self.capacity(per_sample)
@@ -127,7 +129,7 @@ class PlacementPool:
             raise _too_wide(count, per_sample, most)
         return need, count
 
-    def _take(self, per_sample: Resource, need: Units, count: int) -> list[PlacementToken] | None:
+    def _take(self, per_sample: Resource, need: Need, count: int) -> list[PlacementToken] | None:
         if count >= self._too_many.get(need, UNBOUNDED):
             return None
         tokens = self._free.take_all(per_sample, need, count)
@@ -142,13 +144,13 @@ class PlacementPool:
         while (oldest := self._oldest()) is not None and self._overdue(oldest):
             if not self._grant(self._shape_of(oldest)):
                 return
-        refused: set[tuple[Units, int]] = set()
+        refused: set[tuple[Need, int]] = set()
         while len(refused) < len(self._lines):
             shape = min(self._lines.keys() - refused, key=lambda shape: (-shape[1], self._lines[shape][0].number))
             if not self._grant(shape):
                 refused.add(shape)
 
-    def _grant(self, shape: tuple[Units, int]) -> bool:
+    def _grant(self, shape: tuple[Need, int]) -> bool:
         """Give the first of a line its tokens, if they are there; one whose task was cancelled just leaves."""
         waiter = self._lines[shape][0]
         if waiter.future.done():
@@ -159,7 +161,7 @@ class PlacementPool:
         waiter.future.set_result(tokens)
         return self._leave(shape, waiter)
 
-    def _leave(self, key: tuple[Units, int], waiter: _Waiter) -> bool:
+    def _leave(self, key: tuple[Need, int], waiter: _Waiter) -> bool:
         """False when the waiter had left before."""
         line = self._lines.get(key)
         if line is None or waiter not in line:
@@ -172,7 +174,7 @@ class PlacementPool:
     def _oldest(self) -> _Waiter | None:
         return min((line[0] for line in self._lines.values()), key=lambda waiter: waiter.number, default=None)
 
-    def _shape_of(self, head: _Waiter) -> tuple[Units, int]:
+    def _shape_of(self, head: _Waiter) -> tuple[Need, int]:
         return next(shape for shape, line in self._lines.items() if line[0] is head)
 
     def _overdue(self, waiter: _Waiter) -> bool:

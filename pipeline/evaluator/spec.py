@@ -1,11 +1,12 @@
 """How a task type is played and what one of its samples needs. Immutable, and light to import.
 
-Invariant: resources are compared and summed in whole units only (1/10,000 GPU, 1/1,000 CPU, MiB), by `Units.of`.
+Invariant: resources are compared and summed in whole units only (1/10,000 GPU, 1/1,000 CPU, MiB, 1/1,000 of a custom one), by
+`Units.of` and `custom_units`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,8 +14,8 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import ResourcePart, SandboxPart, Spec, StoppingPart
 from pipeline.errors import ConfigError
 
-GPU_UNIT, CPU_UNIT, MEMORY_UNIT = 10_000, 1_000, 1_024
-"""Whole units in one GPU, one CPU and one GB of memory."""
+GPU_UNIT, CPU_UNIT, MEMORY_UNIT, CUSTOM_UNIT = 10_000, 1_000, 1_024, 1_000
+"""Whole units in one GPU, one CPU, one GB of memory, and one of a custom resource."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Resource:
     concurrency: int = 64
     """Samples of one evaluator that run at the same time, at most."""
     custom: Mapping[str, float] = field(default_factory=dict)
-    """Ray custom resources, handed on to Ray as they are."""
+    """What only the pool counts, by name: licences, devices, seats of a service."""
 
     def times(self, count: int) -> Resource:
         """The budget of `count` samples."""
@@ -58,6 +59,11 @@ class Units(NamedTuple):
         return cls(_whole(gpu, GPU_UNIT), _whole(cpu, CPU_UNIT), _whole(memory_gb, MEMORY_UNIT))
 
 
+def custom_units(custom: Iterable[tuple[str, float]]) -> tuple[tuple[str, int], ...]:
+    """By name; what is not asked for is left out."""
+    return tuple(sorted((name, _whole(amount, CUSTOM_UNIT)) for name, amount in custom if amount > 0))
+
+
 def _whole(amount: float, unit: int) -> int:
     return max(1, round(amount * unit)) if amount > 0 else 0
 
@@ -70,6 +76,7 @@ class NodeSpec:
     gpu_ids: tuple[int, ...] = ()
     cpu: float = 0.0
     memory_gb: float = 0.0
+    custom: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,7 @@ class PlacementToken:
     gpu: float
     cpu: float
     memory_gb: float
+    custom: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class Workers:
         by_node: dict[str | None, list[tuple[int, PlacementToken]]] = {}
         for index, token in zip(indices, tokens, strict=True):
             # what asks for nothing is bound to no node, and one group is best played by one worker
-            bound = token.gpu or token.cpu or token.memory_gb
+            bound = token.gpu or token.cpu or token.memory_gb or token.custom
             by_node.setdefault(token.node if bound else None, []).append((index, token))
         parts = [(self._least_busy(node), units) for node, units in by_node.items()]
         samples: dict[int, Sample] = {}

@@ -103,3 +103,15 @@ def test_the_sample_resource_is_the_larger_of_run_and_eval_field_by_field():
 
 def test_the_machine_of_a_private_ray_has_the_cpus_it_is_told():
     assert this_machine(make_config(run={"ray": {"num_cpus": 3}}).run.ray).cpus == 3
+
+
+@pytest.mark.fault(25)
+def test_a_thing_that_no_node_has_is_refused_with_the_keys_on_both_sides():
+    spec = {"resource": {"cpu": 1, "custom": {"licence": 2}}}
+    with pytest.raises(AdmissionError, match=r"licence 2 > 0; lower specs.single_turn.resource.custom.licence"):
+        prove(make_config(spec=spec), Machine(4, 0, 8))
+    layout = {"nodes": {"box": {"cpu": 4, "memory_gb": 4, "custom": {"licence": 6}}}}
+    with pytest.raises(AdmissionError, match=r"asks for 4 tokens .* licence 2, but the pool holds 3"):
+        prove(make_config(spec=spec, layout=layout), Machine(8, 0, 8))
+    spec["resource"]["concurrency"] = 3
+    assert prove(make_config(spec=spec, layout=layout), Machine(8, 0, 8)).tokens["single_turn"].held == 3

@@ -40,6 +40,24 @@ def test_the_worked_figure_96_cpu_384_gb_holds_24_samples_of_4_cpu_16_gb():
     assert len(fill(PlacementPool([NodeSpec("n", (), 96, 384)]), Resource(cpu=4, memory_gb=16))) == 24
 
 
+def test_a_thing_of_another_kind_is_counted_like_the_rest():
+    nodes = [NodeSpec("a", (), 8, 8, (("licence", 2.0),)), NodeSpec("b", (), 8, 8, (("licence", 0.5),)), NodeSpec("c", (), 8, 8)]
+    pool, half = PlacementPool(nodes), Resource(cpu=1, custom={"licence": 0.5})
+    assert capacity(nodes, half) == 5
+    tokens = fill(pool, half)
+    assert sorted(token.node for token in tokens) == ["a", "a", "a", "a", "b"]
+    pool.release(tokens[:1])
+    assert len(fill(pool, half)) == 1
+    assert len(pool.try_acquire_batch(Resource(cpu=2), Resource(cpu=1), 2)) == 2
+    with pytest.raises(AdmissionError):
+        pool.try_acquire_batch(half.times(6), half, 6)
+
+
+def test_a_budget_of_another_kind_ends_a_batch_too():
+    pool = PlacementPool([NodeSpec("n", (), 8, 8, (("seat", 4.0),))])
+    assert len(pool.try_acquire_batch(Resource(custom={"seat": 2.0}), Resource(custom={"seat": 1.0}), 4)) == 2
+
+
 def test_gpu_0_gates_on_cpu_and_memory_alone():
     tokens = fill(PlacementPool([NodeSpec("n", (0, 1), 4, 100)]), Resource(cpu=1, memory_gb=10))
     assert len(tokens) == 4 and {token.gpu_id for token in tokens} == {None}
