@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import statistics
@@ -19,7 +20,7 @@ from typing import Literal
 import psutil
 
 from pipeline.buffer.filesystem import mounts, refuse_network_fs
-from pipeline.errors import UserError
+from pipeline.errors import SandboxError, UserError
 
 DISTRIBUTION = "rollout-pipeline"
 RAY_VERSION = "2.47.1"
@@ -189,10 +190,23 @@ def fsync_ms(folder: Path) -> float:
 
 
 def _sandbox() -> Iterator[Check]:
-    if shutil.which("bwrap"):
-        yield Check("bubblewrap", "ok", "bwrap is there")
-    else:
-        yield Check("bubblewrap", "warn", "not installed; only local sandboxes of agents need it", "apt-get install bubblewrap")
+    """One is really opened: a kernel or a container may forbid what bwrap needs."""
+    missing = [package for program, package in (("bwrap", "bubblewrap"), ("git", "git")) if shutil.which(program) is None]
+    if missing:
+        mend = f"apt-get install {' '.join(missing)}"
+        yield Check("bubblewrap", "warn", f"{' and '.join(missing)} not installed; only agents in local sandboxes need it", mend)
+        return
+    from pipeline.sandboxes.local import try_sandbox
+
+    try:
+        limited_by = asyncio.run(try_sandbox())
+    except SandboxError as error:
+        yield Check("bubblewrap", "warn", f"none can be opened: {error}", "allow unprivileged user namespaces, or run as root")
+        return
+    open_ended = [name for name, by in limited_by.items() if by.startswith("nothing")]
+    detail = "limited by " + ", ".join(f"{name}: {by}" for name, by in limited_by.items())
+    mend = "make the pids control group writable, or use another user than root" if open_ended else ""
+    yield Check("bubblewrap", "warn" if open_ended else "ok", detail, mend)
 
 
 def _smollm() -> Iterator[Check]:

@@ -229,6 +229,16 @@ class LocalSandbox:
         ]
 
 
+async def try_sandbox() -> dict[str, str]:
+    """Open one, and say what limits each resource. Raises SandboxError."""
+    sandboxes = LocalSandboxes()
+    sandbox = await sandboxes.open(f"trial-{os.getpid()}", {}, Limits())
+    try:
+        return sandbox.limited_by
+    finally:
+        await sandbox.close()
+
+
 def fill(folder: Path, contents: Contents) -> None:
     """Copies a folder as it is (sharing blocks where the file system can), or writes files. Raises SandboxError or OSError."""
     if isinstance(contents, Path):

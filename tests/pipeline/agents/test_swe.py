@@ -33,8 +33,9 @@ DOWN = {
     "instance_id": "down",
     "problem_statement": "down(2) in a.py gives 3; expected 1.",
     "patch": "--- a/a.py\n+++ b/a.py\n@@ -1,2 +1,2 @@\n def down(x):\n-    return x + 1\n+    return x - 1\n",
-    "test_patch": "--- /dev/null\n+++ b/test_a.py\n@@ -0,0 +1,8 @@\n+import unittest\n+from a import down\n+\n+class T(unittest.TestCase):\n"
-    "+    def test_new(self):\n+        assert down(2) == 1\n+    def test_old(self):\n+        assert isinstance(down(0), int)\n",
+    "test_patch": "--- /dev/null\n+++ b/test_a.py\n@@ -0,0 +1,8 @@\n+import unittest\n+from a import down\n+\n"
+    "+class T(unittest.TestCase):\n+    def test_new(self):\n+        assert down(2) == 1\n"
+    "+    def test_old(self):\n+        assert isinstance(down(0), int)\n",
     "FAIL_TO_PASS": ["test_a.T.test_new"],
     "PASS_TO_PASS": json.dumps(["test_a.T.test_old"]),
     "files": {"a.py": "def down(x):\n    return x + 1\n"},
@@ -173,7 +174,8 @@ async def test_a_command_past_its_deadline_is_told_to_the_model(tmp_path: Path):
 
 
 async def test_rewriting_the_tests_wins_nothing(world: World):
-    cheat = "printf 'import unittest\\nclass T(unittest.TestCase):\\n  def test_new(self): pass\\n  def test_old(self): pass\\n' > test_a.py"
+    tests = "import unittest\\nclass T(unittest.TestCase):\\n  def test_new(self): pass\\n  def test_old(self): pass\\n"
+    cheat = f"printf '{tests}' > test_a.py"
     sample, _ = await world.play(block(cheat), block("submit"))
     assert "test_a.py" in sample.text
     assert sample.reward == 0.0
