@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.errors import StoreError, UserError
 from pipeline.paths import RunPaths
 
 SCHEMA_VERSION = 1
@@ -61,11 +62,14 @@ _TABLES = (
 )
 
 
-def create_run(paths: RunPaths, facts: dict[str, Any]) -> None:
+def create_run(paths: RunPaths, facts: dict[str, Any], *, exist_ok: bool = False) -> None:
     """Make the run's database in state `starting`. Facts are JSON values that status and resume read (`steps`, ...).
 
-    Raises UserError when there is one already.
+    One transaction: whoever dies in it leaves a file without a run in it, and the next call begins anew. Raises UserError when
+    there is a run already, or does nothing then (`exist_ok`).
     """
+    if exist_ok and is_created(paths):
+        return
     paths.root.mkdir(parents=True, exist_ok=True)
     paths.groups.mkdir(exist_ok=True)
     db = _connect(paths.database, "rwc")
@@ -74,6 +78,8 @@ def create_run(paths: RunPaths, facts: dict[str, Any]) -> None:
         db.execute("PRAGMA synchronous = FULL")
         db.execute("BEGIN IMMEDIATE")
         if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            if exist_ok:
+                return
             raise UserError(f"run {paths.run_id} exists: {paths.database}; give another run.id, or resume it")
         for statement in _TABLES:
             db.execute(statement)
@@ -83,8 +89,21 @@ def create_run(paths: RunPaths, facts: dict[str, Any]) -> None:
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         db.execute("COMMIT")
+    except sqlite3.DatabaseError as error:
+        raise StoreError(f"{paths.database} cannot be made: {error}") from error
     finally:
         db.close()
+
+
+def is_created(paths: RunPaths) -> bool:
+    """False for a run that was stopped while it was made: without a database, or with one that holds nothing yet."""
+    if not paths.database.is_file():
+        return False
+    with closing(_connect(paths.database, "ro")) as db:
+        try:
+            return db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] > 0
+        except sqlite3.DatabaseError:
+            return True  # it holds something: opening it says what is wrong
 
 
 def open_writer(path: Path) -> sqlite3.Connection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +25,6 @@ def run(
     config: ConfigArgument, overrides: OverridesArgument = None, run_id: RunIdOption = None, runs_dir: RunsDirOption = None
 ) -> int:
     started = time.time()
-    from pipeline.buffer.schema import create_run
     from pipeline.cli.checks import check_names
     from pipeline.cli.runs import create_run_folder, read_config, run_root
     from pipeline.evaluator.admission import prove
@@ -37,8 +37,7 @@ def run(
     locate(loaded.config.rollout.reuse, run_root(runs_dir))
     paths = create_run_folder(run_root(runs_dir), loaded, run_id, datetime.now())
     typer.echo(f"run {paths.run_id} {paths.root}")
-    create_run(paths, {"steps": loaded.config.trainer.steps, "started_at": started})
-    return drive(paths, read_config(paths.config).config, started)
+    return drive(paths, started)
 
 
 def resume(
@@ -60,14 +59,8 @@ def resume(
 
 
 def _resume(paths: RunPaths, overrides: list[str], started: float) -> int:
-    from pipeline.buffer.schema import create_run
-    from pipeline.cli.runs import read_config
-
     typer.echo(f"run {paths.run_id} {paths.root}")
-    if not paths.database.exists():
-        create_run(paths, {"started_at": started})
-    config = read_config(paths.config).config
-    return drive(paths, changed_config(paths, config, overrides), started)
+    return drive(paths, started, overrides)
 
 
 def changed_config(paths: RunPaths, config: RunConfig, overrides: list[str]) -> RunConfig:
@@ -83,14 +76,20 @@ def changed_config(paths: RunPaths, config: RunConfig, overrides: list[str]) -> 
     return wanted
 
 
-def drive(paths: RunPaths, config: RunConfig, started: float) -> int:
+def drive(paths: RunPaths, started: float, overrides: Sequence[str] = ()) -> int:
+    """Run what is left of a run whose folder exists. Nothing of the folder is touched before the run's lock is held; what an
+    earlier command was killed in the middle of making is made good."""
     from rich.console import Console
 
     from pipeline.buffer.lock import RunLock
+    from pipeline.buffer.schema import create_run
+    from pipeline.cli.runs import read_config
     from pipeline.observe.tables import render_table
     from workflows.run import Driver
 
     with RunLock(paths) as lock:
+        config = changed_config(paths, read_config(paths.config).config, list(overrides))
+        create_run(paths, {"steps": config.trainer.steps, "started_at": started}, exist_ok=True)
         outcome = Driver(paths, config, lock, started).run()
     console = Console()
     if outcome.reason:
@@ -102,5 +101,6 @@ def drive(paths: RunPaths, config: RunConfig, started: float) -> int:
 
 def _finished(paths: RunPaths) -> bool:
     from pipeline.buffer.reader import read_status
+    from pipeline.buffer.schema import is_created
 
-    return paths.database.exists() and read_status(paths)["state"] in ("finished", "cancelled")
+    return is_created(paths) and read_status(paths)["state"] in ("finished", "cancelled")

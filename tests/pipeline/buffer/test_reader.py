@@ -8,7 +8,7 @@ import sqlite3
 import pytest
 
 from pipeline.buffer.reader import read_facts, read_selections, read_status, read_steps
-from pipeline.buffer.schema import create_run
+from pipeline.buffer.schema import create_run, is_created
 from pipeline.errors import UserError
 from pipeline.paths import RunPaths
 from tests.pipeline.buffer.helpers import fill_step, make_column, new_run, opened
@@ -88,6 +88,25 @@ def test_a_creation_that_was_killed_can_be_repeated(tmp_path):
     paths.database.touch()
     create_run(paths, {"steps": 3})
     assert read_status(paths)["steps"] == 3
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty file", "a header"])
+def test_a_resume_makes_good_what_was_killed_while_it_was_made(tmp_path, left):
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    if left == "an empty file":
+        paths.database.touch()
+    elif left == "a header":
+        db = sqlite3.connect(paths.database)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("BEGIN IMMEDIATE")
+        db.execute("CREATE TABLE meta (key TEXT)")
+        db.close()  # killed before its commit
+        assert paths.database.stat().st_size > 0
+    assert not is_created(paths)
+    for steps in (3, 4):
+        create_run(paths, {"steps": steps}, exist_ok=True)
+        assert is_created(paths) and read_status(paths)["steps"] == 3, "a run that is there is left alone"
 
 
 def test_what_is_no_run_is_refused_by_name(tmp_path):
