@@ -27,8 +27,13 @@ from pipeline.errors import ConfigError
 from pipeline.evaluator.machine import count_gpus
 from pipeline.paths import RunPaths
 
-SYSTEM = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Nothing is reported home, and every port is on loopback."""
+SYSTEM = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_core_worker_rpc_server_reconnect_timeout_s": "3",
+}
+"""Nothing is reported home, and every port is on loopback. A replica that answers a killed caller hangs for no longer than the last
+one says: its event loop waits for that caller to come back, and Ray's own 60 s would hold up everyone else that it serves."""
 POLL_S = 0.05
 
 
