@@ -59,6 +59,8 @@ def own_cluster(settings: Settings) -> Callable[[], None]:
     if left:
         raise Locked(f"processes of the last service do not end: {[process.pid for process in left]}; end them by hand")
     _check_port(settings)
+    if settings.config.run.ray.address is not None:
+        raise UserError(f"run.ray.address {settings.config.run.ray.address!r}: the service starts a Ray of its own; leave it out")
     warnings.filterwarnings("ignore", module="ray")
     root = str(Path(__file__).resolve().parent.parent)
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -23,8 +23,7 @@ from ray.serve.context import _set_global_client
 from deployments.names import NAMESPACE
 from pipeline.buffer.lock import ProcessId
 from pipeline.config.training import Ray
-from pipeline.errors import ConfigError
-from pipeline.evaluator.machine import count_gpus
+from pipeline.evaluator.machine import Machine, count_gpus, this_machine
 from pipeline.paths import RunPaths
 
 SYSTEM = {
@@ -45,8 +44,6 @@ def start(paths: RunPaths, settings: Ray, storage: str | None) -> None:
     os.environ.update(SYSTEM)
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(paths.code), *([inherited] if inherited else [])])
-    if settings.address is not None:
-        raise ConfigError(f"run.ray.address {settings.address!r}: joining an existing cluster is not supported yet; leave it out")
     folder = temporary_folder(paths)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with warnings.catch_warnings():
@@ -64,6 +61,30 @@ def start(paths: RunPaths, settings: Ray, storage: str | None) -> None:
             log_to_driver=False,
             configure_logging=False,
         )
+
+
+class PrivateCluster:
+    """The Ray of one run, as `workflows.run.Driver` uses it."""
+
+    def __init__(self, paths: RunPaths, settings: Ray, storage: str) -> None:
+        self._paths = paths
+        self._settings = settings
+        self._storage = storage
+
+    def start(self) -> None:
+        start(self._paths, self._settings, self._storage)
+
+    def machine(self) -> Machine:
+        return this_machine(self._settings)
+
+    def storage(self) -> Path:
+        return self._paths.workflow
+
+    def processes(self) -> list[ProcessId]:
+        return processes()
+
+    def stop(self) -> None:
+        stop(self._paths)
 
 
 def temporary_folder(paths: RunPaths) -> Path:

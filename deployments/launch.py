@@ -17,7 +17,7 @@ from deployments.evaluator_worker import EvaluatorWorkerActor
 from deployments.fetcher import FetcherActor
 from deployments.hosting import OPTIONS, StageActor
 from deployments.names import NAMESPACE, actor_name, student_app, teacher_app, worker_stage
-from deployments.placement import in_bundle, place
+from deployments.placement import in_bundle, on_this_node, place
 from deployments.replay_buffer import ReplayBuffer
 from deployments.serving import wait_running
 from deployments.teacher_scorer import TeacherScorerActor
@@ -55,9 +55,9 @@ class Launch:
     async def start(self) -> None:
         """Returns when the pipeline can roll out. Teachers may still be in the making: `teachers_ready` waits for them."""
         group = await asyncio.to_thread(place, self._paths.run_id, self._nodes, self._config.run.start_timeout_s)
-        own = self._own_arguments()
+        own, options = self._own_arguments(), {**OPTIONS, **on_this_node()}
         for actor in ACTORS:
-            self.handles[actor.stage] = self._create(actor.stage, actor, OPTIONS, str(self._paths.root), *own.get(actor, ()))
+            self.handles[actor.stage] = self._create(actor.stage, actor, options, str(self._paths.root), *own.get(actor, ()))
         for index, node in enumerate(self._nodes):
             stage, options = worker_stage(index), {**WORKER_OPTIONS, **in_bundle(group, index)}
             self.handles[stage] = self._create(stage, EvaluatorWorkerActor, options, str(self._paths.root), node.node, index)

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from pipeline.errors import AdmissionError
 from pipeline.evaluator.spec import NodeSpec, PlacementToken
@@ -47,6 +47,11 @@ def bundle_of(node: NodeSpec) -> dict[str, float]:
 def in_bundle(group: PlacementGroup | None, index: int) -> dict[str, Any]:
     """Options that put an actor into a bundle."""
     return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)} if group else {}
+
+
+def on_this_node() -> dict[str, Any]:
+    """Options that keep an actor on the node of the caller, which owns the run folder."""
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)}
 
 
 def demand(token: PlacementToken) -> dict[str, float]:

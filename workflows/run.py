@@ -10,10 +10,15 @@ import logging
 import signal
 import time
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, NoReturn
+
+import ray
 
 from deployments import cluster
 from deployments.calls import RemoteStage
+from deployments.cluster import PrivateCluster
+from deployments.joined import JoinedCluster
 from deployments.launch import Launch
 from pipeline.buffer.api import StageReport
 from pipeline.buffer.lock import RunLock
@@ -23,7 +28,6 @@ from pipeline.buffer.settings import BufferSettings
 from pipeline.config.schema import RunConfig
 from pipeline.errors import Locked, StageFailed
 from pipeline.evaluator.admission import prove
-from pipeline.evaluator.machine import this_machine
 from pipeline.observe.observer import Observer
 from pipeline.paths import RunPaths
 from pipeline.pumps import Pump, PumpKind, supervise
@@ -32,7 +36,7 @@ from pipeline.watchdog import StallWatchdog
 from workflows.monitors import NodeCounter, RestartWatch
 from workflows.screen import own_lines_only
 from workflows.storage import storage_uri
-from workflows.windows import end_of_data, run_windows
+from workflows.windows import cancel_windows, end_of_data, run_windows
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +69,7 @@ class Driver:
     started_at: float
     """Seconds since the epoch, when the command was given."""
     _signals: int = field(default=0, init=False)
+    _cluster: Any = field(default=None, init=False)
     _interrupted: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def run(self) -> Outcome:
@@ -74,12 +79,11 @@ class Driver:
             return self._run()
 
     def _run(self) -> Outcome:
-        proof = prove(self.config, this_machine(self.config.run.ray))
         end_leftovers(self.lock)
         facts = read_facts(self.paths)
         self._record("starting", take_over=True, steps=self.config.trainer.steps)
         try:
-            outcome = self._with_cluster(proof.pool, facts)
+            outcome = self._with_cluster(facts)
         except Interrupted as stop:
             return self._stopped(str(stop))
         except (KeyboardInterrupt, SystemExit):  # a signal while Ray starts or ends; its own handler of SIGTERM raises SystemExit
@@ -94,17 +98,27 @@ class Driver:
         self._record("stopped", reason)
         return Outcome(STOPPED, {}, reason)
 
-    def _with_cluster(self, nodes: tuple, facts: dict[str, Any]) -> Outcome:
+    def _with_cluster(self, facts: dict[str, Any]) -> Outcome:
+        self._cluster = self._choose_cluster()
         try:
             log.info("starting Ray, the stages and the engines")
-            cluster.start(self.paths, self.config.run.ray, storage_uri(self.paths.workflow))
+            self._cluster.start()
             self._note_processes()
-            return asyncio.run(self._pipeline(nodes, facts))
+            proof = prove(self.config, self._cluster.machine())
+            return asyncio.run(self._pipeline(proof.pool, self._cluster.storage(), facts))
         finally:
-            cluster.stop(self.paths)
+            if self.config.run.ray.address is not None and ray.is_initialized():
+                cancel_windows(self.paths.run_id)
+            self._cluster.stop()
             reap(default_root())
 
-    async def _pipeline(self, nodes: tuple, facts: dict[str, Any]) -> Outcome:
+    def _choose_cluster(self) -> PrivateCluster | JoinedCluster:
+        settings = self.config.run.ray
+        if settings.address is None:
+            return PrivateCluster(self.paths, settings, storage_uri(self.paths.workflow))
+        return JoinedCluster(self.paths, settings)
+
+    async def _pipeline(self, nodes: tuple, storage: Path, facts: dict[str, Any]) -> Outcome:
         loop = asyncio.get_running_loop()
         for sign in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(sign, self._on_signal, sign)
@@ -116,7 +130,7 @@ class Driver:
                 [Pump("start", PumpKind.TERMINAL, launch.start), Pump("signals", PumpKind.MONITOR, self._watch_signals)]
             )
             await buffer.set_run("running")
-            await supervise(self._pumps(buffer, observer, launch, facts))
+            await supervise(self._pumps(buffer, observer, launch, facts, storage))
             return await self._finished(buffer, observer)
         except Interrupted as stop:
             await self._stop_gracefully()
@@ -133,7 +147,7 @@ class Driver:
         except Exception:
             log.exception("the summary of the %s run could not be written", state)
 
-    def _pumps(self, buffer: RemoteStage, observer: Observer, launch: Launch, facts: dict[str, Any]) -> list[Pump]:
+    def _pumps(self, buffer: RemoteStage, observer: Observer, launch: Launch, facts: dict[str, Any], storage: Path) -> list[Pump]:
         async def reports() -> list[StageReport]:
             return stage_reports(await buffer.status())
 
@@ -147,7 +161,7 @@ class Driver:
             Pump("observer", PumpKind.MONITOR, observer.run),
             Pump("bookkeeping", PumpKind.MONITOR, lambda: self._keep_books(buffer, nodes)),
             Pump("teachers", PumpKind.PRODUCER, lambda: self._evaluate_teachers(launch)),
-            Pump("workflow", PumpKind.TERMINAL, lambda: run_windows(self.config, self.paths, buffer, facts)),
+            Pump("workflow", PumpKind.TERMINAL, lambda: run_windows(self.config, self.paths, buffer, facts, storage)),
         ]
 
     async def _evaluate_teachers(self, launch: Launch) -> None:
@@ -166,7 +180,7 @@ class Driver:
 
     def _note_processes(self) -> None:
         """So that a resume can end what a crash leaves behind."""
-        self.lock.record([process.pid for process in cluster.processes()])
+        self.lock.record([process.pid for process in self._cluster.processes()])
 
     async def _finished(self, buffer: RemoteStage, observer: Observer) -> Outcome:
         recorded = await buffer.steps()

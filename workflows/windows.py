@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import ray
@@ -41,8 +42,8 @@ class Window:
         return f"{run_id}.r{self.number}"
 
 
-async def run_windows(config: RunConfig, paths: RunPaths, buffer: Ledger, facts: dict[str, Any]) -> None:
-    """Run every step that is left. Raises StageFailed with the failing stage's own traceback."""
+async def run_windows(config: RunConfig, paths: RunPaths, buffer: Ledger, facts: dict[str, Any], storage: Path) -> None:
+    """Run every step that is left. Raises StageFailed with the failing stage's own traceback. storage: of Ray Workflow."""
     number = int(facts.get("workflow_number", 0))
     interrupted = _interrupted(facts)
     while True:
@@ -51,7 +52,7 @@ async def run_windows(config: RunConfig, paths: RunPaths, buffer: Ledger, facts:
         last_needed = config.trainer.steps if ended is None else min(ended, config.trainer.steps)
         if done >= last_needed and not _evaluation_missing(config, paths, done):
             return
-        if interrupted is not None and interrupted.last >= done and await _resumed(interrupted, paths):
+        if interrupted is not None and interrupted.last >= done and await _resumed(interrupted, paths.run_id, storage):
             window = interrupted
         else:
             number += 1
@@ -62,7 +63,7 @@ async def run_windows(config: RunConfig, paths: RunPaths, buffer: Ledger, facts:
                 workflow_number=number,
                 window=[window.number, window.first, window.last],
             )
-            await _run(window, config, paths)
+            await _run(window, config, paths.run_id, storage)
         interrupted = None
         await asyncio.to_thread(workflow.delete, window.workflow_id(paths.run_id))
 
@@ -82,21 +83,28 @@ def _interrupted(facts: dict[str, Any]) -> Window | None:
     return Window(*window) if window else None
 
 
-async def _run(window: Window, config: RunConfig, paths: RunPaths) -> None:
-    graph = dag.window(config, paths.run_id, window.first, window.last)
-    identity = window.workflow_id(paths.run_id)
+def cancel_windows(run_id: str) -> None:
+    """On a cluster that outlives the run: no node of it is started any more."""
+    for identity, _ in workflow.list_all(workflow.RUNNING):
+        if identity.startswith(f"{run_id}.r"):
+            workflow.cancel(identity)
+
+
+async def _run(window: Window, config: RunConfig, run_id: str, storage: Path) -> None:
+    graph = dag.window(config, run_id, window.first, window.last)
+    identity = window.workflow_id(run_id)
     started = time.time()
     reference = await asyncio.to_thread(lambda: workflow.run_async(graph, workflow_id=identity))
-    await _ended(reference, paths, identity, started)
+    await _ended(reference, storage, identity, started)
 
 
-async def _resumed(window: Window, paths: RunPaths) -> bool:
+async def _resumed(window: Window, run_id: str, storage: Path) -> bool:
     """True when the window was resumed and ended. False: its storage is missing, torn or disagrees; the ledger leads."""
-    identity = window.workflow_id(paths.run_id)
+    identity = window.workflow_id(run_id)
     started = time.time()
     try:
         reference = await asyncio.to_thread(lambda: workflow.resume_async(identity))
-        await _ended(reference, paths, identity, started)
+        await _ended(reference, storage, identity, started)
     except (_NoStageFailed, ray.exceptions.RayError, workflow.WorkflowExecutionError, OSError, ValueError) as error:
         log.warning("workflow %s cannot be resumed; a new one starts from the ledger", identity, exc_info=error)
         return False
@@ -107,19 +115,19 @@ class _NoStageFailed(RolloutError):
     """The workflow ended badly and no stage says why: its storage is to blame."""
 
 
-async def _ended(reference: ray.ObjectRef, paths: RunPaths, identity: str, started: float) -> None:
+async def _ended(reference: ray.ObjectRef, storage: Path, identity: str, started: float) -> None:
     try:
         await asyncio.wrap_future(reference.future())
     except ray.exceptions.RayError as error:
-        failure = await asyncio.to_thread(_node_failure, paths, identity, started)
+        failure = await asyncio.to_thread(_node_failure, storage, identity, started)
         if failure is None:
             raise _NoStageFailed(f"workflow {identity}: {str(error).strip().splitlines()[-1]}") from error
         raise failure from failure.__cause__
 
 
-def _node_failure(paths: RunPaths, identity: str, started: float) -> RolloutError | None:
+def _node_failure(storage: Path, identity: str, started: float) -> RolloutError | None:
     """The first node's own exception. Ray Workflow keeps it beside the node's result and raises an error without a cause."""
-    files = (paths.workflow / "workflows" / identity / "tasks").glob("*/exception.pkl")
+    files = (storage / "workflows" / identity / "tasks").glob("*/exception.pkl")
     fresh = sorted((file for file in files if file.stat().st_mtime >= started), key=lambda file: file.stat().st_mtime)
     for file in fresh:
         error = ray.cloudpickle.loads(file.read_bytes())

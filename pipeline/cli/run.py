@@ -32,7 +32,8 @@ def run(
     from pipeline.evaluator.saved import locate
 
     loaded = read_config(config, overrides)
-    prove(loaded.config, this_machine(loaded.config.run.ray))
+    if loaded.config.run.ray.address is None:  # what an existing cluster has left is asked there
+        prove(loaded.config, this_machine(loaded.config.run.ray))
     check_names(loaded.config)
     locate(loaded.config.rollout.reuse, run_root(runs_dir))
     paths = create_run_folder(run_root(runs_dir), loaded, run_id, datetime.now())

@@ -159,7 +159,8 @@ class Ray(Strict):
     num_gpus: int | None = Field(None, ge=0)
     """GPUs that Ray may hand out; None: the machine's."""
     address: str | None = None
-    """An existing cluster; None: a private one on loopback that lives with the run."""
+    """An existing cluster, with workflow storage, whose nodes all see the run folder; None: a private one on loopback that lives
+    with the run."""
     object_store_mb: int = Field(256, ge=80)
 
 

@@ -42,13 +42,13 @@ class Played:
         assert facts["workflow_id"] == f"{self.paths.run_id}.r{facts['workflow_number']}"
         self.facts.append(facts["window"])
 
-    async def run(self, window: Window, config, paths) -> None:
+    async def run(self, window: Window, config, run_id: str, storage) -> None:
         assert self.facts[-1] == [window.number, window.first, window.last], "recorded before it runs"
         self.ran.append((window.number, window.first, window.last))
         self._do(window)
 
-    async def resume(self, window: Window, paths) -> bool:
-        self.resumed.append(window.workflow_id(paths.run_id))
+    async def resume(self, window: Window, run_id: str, storage) -> bool:
+        self.resumed.append(window.workflow_id(run_id))
         if self.resumed[-1] in self.resumable:
             self._do(window)
             return True
@@ -73,7 +73,7 @@ async def drive(played: Played, monkeypatch, facts: dict | None = None, steps: i
     monkeypatch.setattr(windows, "_run", played.run)
     monkeypatch.setattr(windows, "_resumed", played.resume)
     monkeypatch.setattr(windows.workflow, "delete", played.deleted.append)
-    await run_windows(config(steps), played.paths, played, facts or {})
+    await run_windows(config(steps), played.paths, played, facts or {}, played.paths.workflow)
 
 
 @pytest.fixture
@@ -154,14 +154,14 @@ def _failed_node(paths: RunPaths, node: str, error: Exception, age_s: float = 0.
 def test_the_failing_nodes_own_exception_is_found(paths):
     _failed_node(paths, "rollout[2]", EngineError("of an earlier life"), age_s=60)
     _failed_node(paths, "train[3]", ray.exceptions.RayTaskError("train", "traceback", StageFailed("trainer", "no memory")))
-    found = windows._node_failure(paths, "run.r1", time.time() - 10)
+    found = windows._node_failure(paths.workflow, "run.r1", time.time() - 10)
     assert isinstance(found, StageFailed) and str(found) == "stage trainer: no memory"
 
 
 def test_a_failure_of_no_kind_of_ours_is_named_after_its_node(paths):
     _failed_node(paths, "train[3]", KeyError("x"))
-    assert str(windows._node_failure(paths, "run.r1", time.time() - 10)) == "stage train[3]: KeyError: 'x'"
+    assert str(windows._node_failure(paths.workflow, "run.r1", time.time() - 10)) == "stage train[3]: KeyError: 'x'"
 
 
 def test_no_stage_is_to_blame_when_no_node_failed(paths):
-    assert windows._node_failure(paths, "run.r1", 0.0) is None
+    assert windows._node_failure(paths.workflow, "run.r1", 0.0) is None
