@@ -17,6 +17,7 @@ from pipeline.evaluation.jobs import Jobs, OnSample
 from pipeline.evaluation.plan import EvalRequest, make_plan
 from pipeline.evaluation.store import JobStore
 from pipeline.evaluator.playing import play_here
+from pipeline.evaluator.sharing import SharedCalls
 from pipeline.fetcher.catalog import Catalog
 from pipeline.importing import add_code_folder
 from pipeline.records import Task
@@ -38,8 +39,12 @@ class RemotePlayer:
         self, model: Path, version: int, tasks: Sequence[Task], done: Collection[tuple[int, int]], on_sample: OnSample
     ) -> None:
         deadline_s = self._config.engine.call_timeout_s
-        engine = RemoteEngine(self._app, MODELS_DEPLOYMENT, deadline_s, Model(model.parent.name, model, version))
-        await play_here(self._config, engine, ChatRenderer.load(model), tasks, version, on_sample, done)
+        remote = RemoteEngine(self._app, MODELS_DEPLOYMENT, deadline_s, Model(model.parent.name, model, version))
+        engine = SharedCalls(remote, deadline_s)
+        try:
+            await play_here(self._config, engine, ChatRenderer.load(model), tasks, version, on_sample, done)
+        finally:
+            await engine.close()
 
 
 @serve.deployment(**OPTIONS | {"name": EVALUATIONS_DEPLOYMENT})

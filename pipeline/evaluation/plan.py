@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.base import Strict
+from pipeline.config.base import Strict, refuse_broken_text
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import SamplingPart
 from pipeline.errors import RequestRefused
@@ -66,6 +66,11 @@ class EvalRequest(Strict):
     """What it leaves out is as in the configuration's evaluation."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """None: `run.seed`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text(cls, data: Any) -> Any:
+        return refuse_broken_text(data)
 
     @field_validator("k", mode="before")
     @classmethod

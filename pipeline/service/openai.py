@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from pipeline.config.base import refuse_broken_text
 from pipeline.records import Sampling
 
 MAX_CHOICES = 128
@@ -26,9 +27,9 @@ class StreamOptions(BaseModel):
 
 
 class _Request(BaseModel):
-    """What both routes take."""
+    """What both routes take. Strict: true is no number, and 1 is not true."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     model: str = "live"
     """`live`, or the path of a checkpoint below the folder of runs."""
@@ -58,6 +59,7 @@ class _Request(BaseModel):
     @classmethod
     def _null_is_left_out(cls, data: Any) -> Any:
         """Clients send null for what they do not say."""
+        refuse_broken_text(data)
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @property
@@ -116,6 +118,12 @@ class ChatMessage(BaseModel):
         return "".join(parts)
 
 
+class TextFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+
+
 class ChatRequest(_Request):
     """`POST /v1/chat/completions`."""
 
@@ -126,15 +134,13 @@ class ChatRequest(_Request):
     """The newer name of max_tokens."""
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    response_format: dict[str, Any] | None = None
+    response_format: TextFormat | None = None
     tools: list[Any] | None = Field(None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _plain(self) -> ChatRequest:
-        if self.response_format not in (None, {"type": "text"}):
-            raise ValueError("response_format other than text is not supported")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         for message in self.messages:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipeline.buffer.lock import ProcessId, RunLock, is_held, read_lock
 from pipeline.buffer.reader import read_status
@@ -27,7 +27,7 @@ from pipeline.buffer.service import BufferService
 from pipeline.buffer.settings import BufferSettings
 from pipeline.cli.checks import check_names
 from pipeline.cli.runs import create_run_folder, list_runs
-from pipeline.config.base import Strict
+from pipeline.config.base import Strict, refuse_broken_text
 from pipeline.config.loading import Loaded, read_config
 from pipeline.errors import RequestRefused, RolloutError
 from pipeline.evaluator.admission import prove
@@ -55,6 +55,11 @@ class RunRequest(Strict):
     """`key.path=value`"""
     run_id: str | None = Field(None, max_length=64)
     """None: generated."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text(cls, data: Any) -> Any:
+        return refuse_broken_text(data)
 
 
 class Runs:

@@ -188,11 +188,16 @@ async def test_a_stream_says_what_the_whole_reply_says(here):
         ({"prompt": [99999]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": "a" * 200}, "prompt"),
+        ({"prompt": [[False]]}, "prompt"),
+        ({"prompt": "a", "n": True}, "n"),
+        ({"prompt": "\ud800"}, None),
         ({"prompt": ["a"] * 128, "n": 128}, "n"),
     ],
 )
 async def test_a_wrong_completion_names_the_key(here, body, param):
-    error = error_of(await here.client.post("/v1/completions", json=body), 400)
+    content = json.dumps(body)  # httpx itself would refuse half a surrogate pair
+    response = await here.client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    error = error_of(response, 400)
     assert error["type"] == "invalid_request_error"
     assert error["param"] is None if param is None else (error["param"] or "").startswith(param)
 
