@@ -35,7 +35,18 @@ WARM = 1
 """Steps left out of the figures: the first loads what later ones find loaded."""
 
 
-def measure(path: Path, overrides: tuple[str, ...], root: Path, name: str) -> dict[str, Any]:
+def figures(path: Path, root: Path) -> dict[str, Any]:
+    """`pipeline_over_engine_*`: throughput of rollout[k] over the bare engine's; 1 is an engine without a pipeline around it."""
+    found = {}
+    for name, overrides in (("scripted", SCRIPTED), ("torch", TORCH)):
+        measured = measure(path, overrides, root, name)
+        found |= {f"pipeline_over_engine_{name}": measured.pop("over_engine")} | {
+            f"{name}_{key}": measured[key] for key in measured
+        }
+    return {"figures": found, "notes": [f"scripted: {' '.join(SCRIPTED)}", f"torch: {' '.join(TORCH)}"]}
+
+
+def measure(path: Path, overrides: tuple[str, ...], root: Path, name: str) -> dict[str, float]:
     """Median seconds of rollout[k] in a run of `path`, and of the bare engine with the requests of the same steps."""
     loaded = read_config(path, [*ON_POLICY, *overrides])
     paths = create_run_folder(root, loaded, name, datetime.now())

@@ -15,11 +15,16 @@ class Name(StrEnum):
     scheduler = "scheduler"
     teacher = "teacher"
     buffer = "buffer"
+    rollout = "rollout"
 
 
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", help="teacher: time the calls of this configuration's teacher.", show_default=False),
+    typer.Option(
+        "--config",
+        help="teacher: time the calls of its teacher. rollout: what to run (configs/quickstart.yaml).",
+        show_default=False,
+    ),
 ]
 ShapeOption = Annotated[
     str | None,
@@ -29,11 +34,11 @@ DeviceOption = Annotated[str, typer.Option("--device", help="Where the random mo
 
 
 def register(app: typer.Typer) -> None:
-    app.command("bench", help="Measure the scheduler, the teacher stage, or the buffer on this machine.")(bench)
+    app.command("bench", help="Measure the scheduler, the teacher stage, the buffer, or whole rollouts on this machine.")(bench)
 
 
 def bench(
-    name: Annotated[Name, typer.Argument(metavar="NAME", help="scheduler, teacher or buffer.")],
+    name: Annotated[Name, typer.Argument(metavar="NAME", help="scheduler, teacher, buffer or rollout.")],
     config: ConfigOption = None,
     shape: ShapeOption = None,
     device: DeviceOption = "cpu",
@@ -45,13 +50,15 @@ def bench(
     from pipeline.cli.runs import run_root
     from pipeline.errors import UserError
 
-    if name is not Name.teacher and (config or shape):
-        raise UserError(f"--config and --shape are options of `rollout bench teacher`, not of {name.value}")
+    if (shape and name is not Name.teacher) or (config and name not in (Name.teacher, Name.rollout)):
+        raise UserError(f"--config and --shape are options of other benches, not of {name.value}")
     root = run_root(runs_dir)
     if name is Name.scheduler:
         found = _scheduler()
     elif name is Name.buffer:
         found = _buffer(root)
+    elif name is Name.rollout:
+        found = _rollout(config or Path("configs/quickstart.yaml"), root)
     else:
         found = _teacher_calls(shape, device) if shape else _teacher(config, root)
     if as_json:
@@ -69,6 +76,17 @@ def _scheduler() -> dict[str, Any]:
     from pipeline.bench.scheduler import figures
 
     return {"figures": figures(), "notes": []}
+
+
+def _rollout(config: Path, root: Path) -> dict[str, Any]:
+    """Two runs of their own, in a folder that goes with them."""
+    import tempfile
+
+    from workflows.bench import figures
+
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root, prefix=".bench-") as folder:
+        return figures(config, Path(folder))
 
 
 def _teacher(config: Path | None, root: Path) -> dict[str, Any]:
