@@ -22,8 +22,8 @@ from deployments.joined import JoinedCluster
 from deployments.launch import Launch
 from pipeline.buffer.api import StageReport
 from pipeline.buffer.lock import RunLock
+from pipeline.buffer.offline import record_state
 from pipeline.buffer.reader import read_facts
-from pipeline.buffer.service import BufferService
 from pipeline.buffer.settings import BufferSettings
 from pipeline.config.schema import RunConfig
 from pipeline.errors import Locked, StageFailed
@@ -221,18 +221,8 @@ class Driver:
 
     def _record(self, state: str, error: str | None = None, *, take_over: bool = False, **facts: Any) -> None:
         """Write the run's state while no buffer actor lives. take_over: a new run epoch, so that older writers are refused."""
-        asyncio.run(record_state(self.paths, self.config, state, error, take_over, facts))
-
-
-async def record_state(
-    paths: RunPaths, config: RunConfig, state: str, error: str | None, take_over: bool, facts: dict[str, Any]
-) -> None:
-    service = BufferService(paths, BufferSettings.from_config(config))
-    await service.open(new_run_epoch=take_over)
-    try:
-        await service.set_run(state, error, **facts)
-    finally:
-        await service.close()
+        settings = BufferSettings.from_config(self.config)
+        asyncio.run(record_state(self.paths, settings, state, error, new_run_epoch=take_over, **facts))
 
 
 def end_leftovers(lock: RunLock) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import socket
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -122,6 +123,20 @@ def is_held(paths: RunPaths) -> bool:
         return False
     finally:
         os.close(file)
+
+
+def signal_owner(paths: RunPaths, sign: signal.Signals = signal.SIGTERM) -> bool:
+    """To the process that holds the run's lock, if it is the recorded one and of this machine."""
+    held = read_lock(paths)
+    if held.get("host") != socket.gethostname() or not is_held(paths):
+        return False
+    if not ProcessId(held["pid"], held["start_time"]).alive():
+        return False
+    try:
+        os.kill(held["pid"], sign)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _cluster(held: dict[str, Any]) -> tuple[ProcessId, ...]:

@@ -39,18 +39,23 @@ def forget_checkpoint(ledger: Ledger, checkpoint_step: int) -> None:
 
 def evict(ledger: Ledger) -> int:
     """Remove rows that neither resume nor `keep_groups` wants; returns the groups whose rows went."""
-    if ledger.settings.keep_groups is None:
-        return 0
-    rows = ledger.all(
+    ordinals = evictable(ledger.db, ledger.settings.keep_groups)
+    for ordinal in ordinals:
+        ledger.remove_payloads(ordinal)
+    return len(ordinals)
+
+
+def evictable(db: sqlite3.Connection, keep_groups: int | None) -> list[int]:
+    """Trained groups whose rows are stored and wanted by nobody."""
+    if keep_groups is None:
+        return []
+    rows = db.execute(
         "SELECT ordinal FROM payloads JOIN ordinals USING (ordinal)"
         " WHERE name = 'rows' AND state = 'trained' AND consumed_step <= ?"
         " ORDER BY consumed_step DESC, ordinal DESC LIMIT -1 OFFSET ?",
-        safe_step(ledger.db),
-        ledger.settings.keep_groups,
+        (safe_step(db), keep_groups),
     )
-    for row in rows:
-        ledger.remove_payloads(row["ordinal"])
-    return len(rows)
+    return [row["ordinal"] for row in rows]
 
 
 def collect(ledger: Ledger) -> int:

@@ -40,6 +40,21 @@ def read_facts(paths: RunPaths) -> dict[str, Any]:
         return facts(db)
 
 
+def read_checkpoint_steps(paths: RunPaths) -> list[int]:
+    """Steps of the checkpoints that retention counts on, newest first."""
+    with _snapshot(paths) as db:
+        return [row["step"] for row in db.execute("SELECT step FROM checkpoints ORDER BY step DESC")]
+
+
+def read_evictable(paths: RunPaths, keep_groups: int | None) -> tuple[int, int, set[int]]:
+    """What retention would remove: groups, bytes of their rows in the database, and the segments that would still be needed."""
+    with _snapshot(paths) as db:
+        going = set(progress.evictable(db, keep_groups))
+        rows = db.execute("SELECT ordinal, segment, length FROM payloads").fetchall()
+    inline = sum(row["length"] for row in rows if row["ordinal"] in going and row["segment"] is None)
+    return len(going), inline, {row["segment"] for row in rows if row["segment"] is not None and row["ordinal"] not in going}
+
+
 def read_run_epoch(paths: RunPaths) -> int:
     """Raised by every run and resume: what belongs to an older one is refused."""
     with _snapshot(paths) as db:

@@ -16,12 +16,14 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli import bench, doctor, make_teacher, plan, report, schema, status, tasks
+from pipeline.cli import bench, cancel, doctor, fork, gc, make_teacher, plan, report, schema, status, tasks
 from pipeline.cli import eval as eval_command
 from pipeline.cli import run as run_command
 from pipeline.errors import Locked, RolloutError, UserError, root_cause
 
-COMMANDS = (run_command, plan, status, report, eval_command, tasks, make_teacher, bench, doctor, schema)
+COMMANDS = (
+    run_command, fork, cancel, plan, status, report, eval_command, tasks, make_teacher, bench, gc, doctor, schema,
+)  # fmt: skip
 """Modules with `register(app)`, in the order of the help text."""
 
 UsageError = typer.BadParameter.__base__

@@ -44,8 +44,11 @@ def check_run_id(run_id: str) -> str:
     return run_id
 
 
-def create_run_folder(root: Path, loaded: Loaded, run_id: str | None, now: datetime) -> RunPaths:
-    """Claim `<root>/<id>` and fill it. The id: `run_id`, else `run.id`, else generated. Raises UserError if it exists."""
+def create_run_folder(root: Path, loaded: Loaded, run_id: str | None, now: datetime, *, hold_student: bool = False) -> RunPaths:
+    """Claim `<root>/<id>` and fill it. The id: `run_id`, else `run.id`, else generated. Raises UserError if it exists.
+
+    hold_student: `student.path` is a checkpoint, of which the run gets a copy of its own.
+    """
     config = loaded.config
     run_id = check_run_id(run_id or config.run.id or new_run_id(config.run.name, now))
     paths = RunPaths(root / run_id)
@@ -58,8 +61,10 @@ def create_run_folder(root: Path, loaded: Loaded, run_id: str | None, now: datet
         ) from None
     except OSError as error:
         raise UserError(f"{paths.root} cannot be made: {error.strerror}; choose another --runs-dir") from error
-    _copy_modules(config, loaded.path.resolve().parent, paths)
+    _copy_modules(config, _modules_folder(loaded), paths)
     held = _copy_inputs(config, paths)
+    if hold_student:
+        held = _copy_student(held, paths)
     write_config(paths, held.model_copy(update={"run": held.run.model_copy(update={"id": run_id})}))
     return paths
 
@@ -75,6 +80,9 @@ def write_config(paths: RunPaths, config: RunConfig) -> None:
     for name, dataset in config.datasets.items():
         if dataset.path is not None and dataset.path.is_relative_to(paths.root):
             data["datasets"][name]["path"] = dataset.path.relative_to(paths.root).as_posix()
+    student = config.student.path
+    if student is not None and student.is_relative_to(paths.root):
+        data["student"]["path"] = student.relative_to(paths.root).as_posix()
     kind, _, reused = config.rollout.reuse.partition(":")
     if kind == "file" and Path(reused).is_relative_to(paths.root):
         data["rollout"]["reuse"] = f"file:{Path(reused).relative_to(paths.root).as_posix()}"
@@ -131,6 +139,22 @@ def _copy_reused(config: RunConfig, paths: RunPaths) -> Rollout:
     target = paths.data / "reuse.jsonl"
     shutil.copyfile(name, target)
     return config.rollout.model_copy(update={"reuse": f"file:{target}"})
+
+
+def _copy_student(config: RunConfig, paths: RunPaths) -> RunConfig:
+    """The model of a checkpoint, without what only its own trainer reads."""
+    from pipeline.trainer.checkpoints import MANIFEST, STATE
+
+    source, target = config.student.path, paths.data / "student"
+    assert source is not None
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(MANIFEST, STATE))
+    return config.model_copy(update={"student": config.student.model_copy(update={"path": target})})
+
+
+def _modules_folder(loaded: Loaded) -> Path:
+    """Where the configuration's own modules lie: beside it, or in the `code` folder of the run that it is of."""
+    beside = loaded.path.resolve().parent
+    return beside / "code" if (beside / "code").is_dir() else beside
 
 
 def _copy_modules(config: RunConfig, folder: Path, paths: RunPaths) -> None:

@@ -45,6 +45,20 @@ def cached(folder: Path, depends: dict[str, Any], build: Callable[[Path], dict[s
     return target
 
 
+def debris(cache: Path) -> list[Path]:
+    """Half-built folders whose builders are gone, in all folders of the cache."""
+    return [left for lock in cache.glob("*/.*.lock") if _is_free(lock) for left in sorted(lock.parent.glob(f"{lock.stem}-*"))]
+
+
+def _is_free(lock: Path) -> bool:
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
 def pairs_digest(pairs: Pairs, *, ordered: bool) -> str:
     """Digest of (messages, answer) pairs. ordered: another order is another digest."""
     lines = [json.dumps([[list(turn) for turn in messages], answer]) for messages, answer in pairs]

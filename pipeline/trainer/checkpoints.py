@@ -109,16 +109,26 @@ def listed(paths: RunPaths) -> list[Path]:
     return [path for path in _newest_first(paths) if _defect(path, contents=False) is None]
 
 
-def prune(paths: RunPaths, keep: int) -> list[str]:
-    """Remove all but the last `keep` complete checkpoints (never fewer than two), torn ones behind the newest complete, and
-    what a crash left half-written. Returns the names removed. Sizes are compared, contents are not."""
+def surplus(paths: RunPaths, keep: int) -> list[Path]:
+    """Folders of all but the last `keep` complete checkpoints (never fewer than two), and torn ones behind the newest complete.
+    Sizes are compared, contents are not."""
     kept = listed(paths)[: max(keep, LEAST_KEPT)]
-    surplus = [path for path in _newest_first(paths) if kept and path.name < kept[0].name and path not in kept]
-    for path in surplus:
+    return [path for path in _newest_first(paths) if kept and path.name < kept[0].name and path not in kept]
+
+
+def debris(paths: RunPaths) -> list[Path]:
+    """What a crash left half-written, when nobody writes a checkpoint now."""
+    return sorted(paths.checkpoints.glob(".tmp-*"))
+
+
+def prune(paths: RunPaths, keep: int) -> list[str]:
+    """Remove `surplus` and `debris`. Returns the names of the checkpoints removed."""
+    removed = surplus(paths, keep)
+    for path in removed:
         _remove(paths, path)
-    for path in paths.checkpoints.glob(".tmp-*"):
+    for path in debris(paths):
         shutil.rmtree(path, ignore_errors=True)
-    return [path.name for path in surplus]
+    return [path.name for path in removed]
 
 
 def _newest_first(paths: RunPaths) -> list[Path]:
