@@ -142,10 +142,10 @@ class EvaluatorWorker:
     ) -> Episode:
         """With a teacher, where one acts, and with sandboxes within the token."""
         task, context, spec = episode.task, episode.context, self._specs[episode.task.task_type]
-        name = sandbox_name(self._run, context.phase, context.step, task.ordinal, episode.index, episode.attempt)
-        limits = Limits(token.cpu or 1.0, int((token.memory_gb or 1.0) * 1024), spec.sandbox.processes, spec.sandbox.file_mb)
 
         async def open_sandbox(part: str, contents: Contents) -> Sandbox:
+            name = sandbox_name(self._run, context.phase, context.step, task.ordinal, episode.index, episode.attempt)
+            limits = Limits(token.cpu or 1.0, int((token.memory_gb or 1.0) * 1024), spec.sandbox.processes, spec.sandbox.file_mb)
             return await self._sandboxes.open(f"{name}-{part}", contents, limits)
 
         return replace(

@@ -30,7 +30,7 @@ def test_costs_do_not_grow_with_the_number_of_samples():
 
 def test_the_figures_have_the_names_that_are_promised():
     found = scheduler.figures(sizes=(1000,), seeds=(0,), episodes=400)
-    assert {"us_per_sample_1e3", "makespan_ratio", "us_per_episode", "kb_per_episode"} <= found.keys()
+    assert {"us_per_sample_1e3", "makespan_ratio", "us_per_episode", "kb_per_episode", "us_per_episode_committed"} <= found.keys()
     assert all(value > 0 for name, value in found.items() if name != "kb_per_episode")
 
 
