@@ -40,7 +40,8 @@ class Repair:
 
     def metadata(self) -> dict[str, Any]:
         """JSON-able, without the statement and the patch, which the task has as its message and its answer."""
-        return {key: value for key, value in asdict(self).items() if key not in ("problem_statement", "patch")}
+        values = asdict(self) | {"fail_to_pass": list(self.fail_to_pass), "pass_to_pass": list(self.pass_to_pass)}
+        return {key: value for key, value in values.items() if key not in ("problem_statement", "patch")}
 
 
 def read_repair(values: Mapping[str, Any], place: str) -> Repair:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 import math
 import os
@@ -170,29 +169,22 @@ class LocalSandbox:
             self._forget(self)
 
     async def _run(self, command: str, timeout_s: float, stdin: bytes, output_bytes: int, private: bool) -> Ran:
-        arguments = self._arguments(command, private)
-        reading, writing = os.pipe()
         started = time.monotonic()
-        try:
-            ended = await processes.run(
-                [*arguments[:1], "--json-status-fd", str(writing), *arguments[1:]],
-                timeout_s=timeout_s,
-                keep_bytes=output_bytes,
-                stdin=stdin,
-                fds=(writing,),
-                limits=self._process_limits(timeout_s),
-                admit=self._group.add,
-                end=self._end_group,
-            )
-            os.set_blocking(reading, False)
-            inner = _exit_code(reading)
-        finally:
-            processes.close(reading, writing)
-        if inner is None and ended.returncode >= 0 and not ended.timed_out:
-            reason = ended.kept.text().strip().splitlines()
+        ended = await processes.run(
+            self._arguments(command, private),
+            timeout_s=timeout_s,
+            keep_bytes=output_bytes,
+            stdin=stdin,
+            limits=self._process_limits(timeout_s),
+            admit=self._group.add,
+            end=self._end_group,
+        )
+        output = ended.kept.text()
+        if not ended.began:
+            reason = output.strip().splitlines()
             raise SandboxError(f"sandbox {self.lease.name}: {reason[-1] if reason else f'bwrap ended with {ended.returncode}'}")
-        code = processes.exit_code(ended.returncode) if inner is None else inner
-        return Ran(code, ended.kept.text(), ended.timed_out, ended.kept.left_out, time.monotonic() - started)
+        code = processes.exit_code(ended.returncode)
+        return Ran(code, output, ended.timed_out, ended.kept.left_out, time.monotonic() - started)
 
     def _end_group(self) -> None:
         """What is still in the groups belongs to a command that has ended or passed its deadline."""
@@ -225,7 +217,7 @@ class LocalSandbox:
             *_bubblewrap(),
             *("--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--size", size, "--tmpfs", "/tmp"),
             *("--bind", str(self.lease.folder / "work"), WORK, *extra, *_READ_ONLY),
-            *("--chdir", WORK, "--", "/bin/bash", "-c", command),
+            *("--chdir", WORK, "--", *processes.INIT, command),
         ]
 
 
@@ -264,7 +256,16 @@ def _bubblewrap() -> tuple[str, ...]:
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError(MISSING)
-    isolation = ("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--cap-drop", "ALL")
+    isolation = (
+        "--unshare-all",
+        "--unshare-user",
+        "--disable-userns",
+        "--as-pid-1",
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+    )
     system = ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     system += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives", "--proc", "/proc"]
     for folder in map(Path, _SYSTEM):
@@ -285,13 +286,3 @@ def _bubblewrap() -> tuple[str, ...]:
     said = [part for name, value in environment.items() for part in ("--setenv", name, value)]
     identity = ("--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--clearenv")
     return (program, *isolation, *identity, *said, *system)
-
-
-def _exit_code(fd: int) -> int | None:
-    """Of the command, from bubblewrap's own report; None: it was never begun, or bubblewrap was killed."""
-    try:
-        text = os.read(fd, 65_536).decode()
-    except BlockingIOError:
-        return None
-    reports = [json.loads(line) for line in text.splitlines() if line.strip()]
-    return next((report["exit-code"] for report in reports if "exit-code" in report), None)

@@ -7,18 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import functools
 import resource
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.errors import SandboxError
 
 BLOCK = 65_536
+BEGIN_S = 20.0
+"""For a command to begin once it was asked for."""
 END_S = 10.0
 """For a killed process to be gone."""
+READY = b"ready\n"
 _GATE = ("/bin/sh", "-c", 'read -r go && exec "$@"', "sh")
-"""Waits for a line before it becomes the command: limits are in place by then. Without its parent it ends at once."""
+"""Waits for a line before it becomes the command: limits are in place by then. Without its parent it reads the end and ends."""
+_INIT = 'printf "ready\n" && read -r go && exec 2>/dev/null && { /bin/bash -c "$1" 2>&1; exit $?; }'
+INIT = ("/bin/bash", "-c", _INIT, "bash")
+"""The first process of the sandbox, of which the command is the last argument; `run` expects it at the end of what it runs. It
+reaps what others leave, and says that it is there, by when it is bound to die with this process. It waits for an answer before it
+begins the command: if this process is gone meanwhile, there is nobody to give it."""
 
 
 @dataclass(slots=True)
@@ -58,6 +67,8 @@ class Ended:
     returncode: int
     """Below 0: ended by that signal."""
     kept: Kept
+    """What the command wrote; when it never began, what the program around it wrote."""
+    began: bool
     timed_out: bool
 
 
@@ -67,18 +78,18 @@ async def run(
     timeout_s: float,
     keep_bytes: int,
     stdin: bytes = b"",
-    fds: Sequence[int] = (),
     limits: Mapping[int, int],
     admit: Callable[[int], None],
     end: Callable[[], None],
 ) -> Ended:
-    """Standard error goes where standard output goes. fds: inherited. limits: of `resource`, for each process.
+    """Standard error goes where standard output goes. limits: of `resource`, for each process. timeout_s: from its beginning.
 
-    admit: called with the pid before the command begins. end: kills what the pid alone does not. Raises SandboxError when the
-    process cannot be started, or cannot be ended.
+    admit: called with the pid before anything begins. end: kills what the pid alone does not. Raises SandboxError when the
+    process cannot be started, does not begin within BEGIN_S, or cannot be ended.
     """
     try:
         process = await asyncio.create_subprocess_exec(
+            *_with_its_parent(),
             *_GATE,
             *arguments,
             stdin=asyncio.subprocess.PIPE,
@@ -86,19 +97,20 @@ async def run(
             stderr=asyncio.subprocess.STDOUT,
             env={},
             cwd="/",
-            pass_fds=fds,
             start_new_session=True,
             limit=BLOCK,
         )
     except OSError as error:
         raise SandboxError(f"{arguments[0]} cannot be started: {error}") from error
     kept = Kept.empty(keep_bytes)
-    feeding = asyncio.create_task(_feed(process, b"go\n" + stdin), name="stdin of a sandbox")
-    timed_out = False
+    feeding: asyncio.Task[None] | None = None
+    began = timed_out = False
     try:
         admit(process.pid)
         for what, bound in limits.items():
             resource.prlimit(process.pid, what, (bound, bound))
+        began = await _begin(process, kept)
+        feeding = asyncio.create_task(_feed(process, b"go\n" + stdin), name="stdin of a sandbox")
         try:
             async with asyncio.timeout(timeout_s):
                 await _drain(process, kept)
@@ -108,10 +120,37 @@ async def run(
     except (OSError, ValueError) as error:
         raise SandboxError(f"a sandbox cannot be limited: {error}") from error
     finally:
-        feeding.cancel()
+        if feeding is not None:
+            feeding.cancel()
         await _end(process, end)
-        await asyncio.gather(feeding, return_exceptions=True)
-    return Ended(process.returncode if process.returncode is not None else -9, kept, timed_out)
+        if feeding is not None:
+            await asyncio.gather(feeding, return_exceptions=True)
+    return Ended(process.returncode if process.returncode is not None else -9, kept, began, timed_out)
+
+
+async def _begin(process: asyncio.subprocess.Process, kept: Kept) -> bool:
+    """Open the gate, and wait for the inner one. False: the program ended before, and what it wrote is kept."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(b"go\n")
+    try:
+        async with asyncio.timeout(BEGIN_S):
+            said = await process.stdout.readexactly(len(READY))
+    except asyncio.IncompleteReadError as error:
+        said = error.partial
+    except TimeoutError as error:
+        raise SandboxError(f"a command did not begin within {BEGIN_S:g} s") from error
+    if said == READY:
+        return True
+    kept.add(said)
+    return False
+
+
+@functools.cache
+def _with_its_parent() -> tuple[str, ...]:
+    """Ends the process by SIGKILL when its parent dies, from before the gate on. bubblewrap's own care begins milliseconds later,
+    and is all there is where util-linux is not installed; what slips through is the reaper's."""
+    program = shutil.which("setpriv")
+    return () if program is None else (program, "--pdeathsig", "KILL")
 
 
 async def _feed(process: asyncio.subprocess.Process, data: bytes) -> None:
@@ -152,9 +191,3 @@ async def _end(process: asyncio.subprocess.Process, end: Callable[[], None]) -> 
 
 def exit_code(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
-
-
-def close(*fds: int) -> None:
-    for fd in fds:
-        with contextlib.suppress(OSError):
-            os.close(fd)
