@@ -42,5 +42,5 @@ def test_the_command_prints_one_object_and_nothing_else(tmp_path):
 
 def test_options_of_one_bench_are_refused_by_the_others(capsys):
     assert run(["bench", "buffer", "--shape", "tiny"]) == 2
-    assert "--shape are options of `rollout bench teacher`" in capsys.readouterr().err
+    assert "--config and --shape are options of other benches, not of buffer" in capsys.readouterr().err
     assert run(["bench", "nothing"]) == 2

@@ -19,7 +19,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
         (["rollout.samples_per_task=0"], "rollout.samples_per_task: 0 is out of bounds, must be >= 1"),
         (["datasets.d.path=none.jsonl"], "none.jsonl: no such file"),
         (["datasets.d.verifier=exakt"], "verifier 'exakt' is unknown"),
-        (["datasets.d.source=swe"], "'swe' is not available yet"),
+        (["datasets.d.source=swe"], "column 'instance_id' is missing"),
         (["rollout.strategy=lifo"], "rollout.strategy 'lifo' is unknown"),
         (["rollout.filters.custom=none:x"], "rollout.filters.custom 'none:x': no module 'none'"),
         (["specs=[{resource: {memory_gb: 100000}}]"], "which fits no node"),

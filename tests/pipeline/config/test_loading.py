@@ -59,7 +59,8 @@ def test_override_reaches_into_lists_and_makes_missing_sections(tmp_path):
         ("rollout.samples_per_task=0", "rollout.samples_per_task: 0 is out of bounds, must be >= 1"),
         (
             "algorithm.name=gpro",
-            "algorithm.name: 'gpro' is not one of 'opd', 'grpo', 'grpo_opd', 'dagger', 'aggrevate' or 'iter_sft'; did you mean 'grpo'?",
+            "algorithm.name: 'gpro' is not one of 'opd', 'grpo', 'grpo_opd', 'dagger', 'aggrevate' or 'iter_sft'; "
+            "did you mean 'grpo'?",
         ),
         ("trainer.steps=many", "trainer.steps: 'many': input should be a valid integer"),
         ("buffer.capacity=3", "buffer.capacity 3 is below 64 = rollout.tasks_per_step 32 * (rollout.max_staleness 1 + 1)"),
