@@ -21,7 +21,7 @@ from pipeline.teacher.stage import ScoringStage
 from pipeline.trainer import checkpoints
 from pipeline.trainer.checkpoints import Checkpoint
 from pipeline.trainer.service import TrainerService
-from tests.simulation import world
+from tests.simulation import cluster
 
 BUGS: dict[str, Callable[[], list[Any]]] = {}
 """Name -> the patches that plant it."""
@@ -246,7 +246,7 @@ def counts_on_a_checkpoint_that_was_found_torn() -> list[Any]:
 
 @bug
 def lets_the_trainer_of_an_old_run_epoch_write() -> list[Any]:
-    return [patch.object(world, "run_fence", lambda paths, epoch: lambda: None)]
+    return [patch.object(cluster, "run_fence", lambda paths, epoch: lambda: None)]
 
 
 @bug
