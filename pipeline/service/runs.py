@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
-import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,10 +18,10 @@ from typing import Any
 import yaml
 from pydantic import Field, model_validator
 
-from pipeline.buffer.lock import ProcessId, RunLock, is_held, read_lock
+from pipeline.buffer.lock import RunLock, is_held, signal_owner
+from pipeline.buffer.offline import record_state
 from pipeline.buffer.reader import read_status
 from pipeline.buffer.schema import create_run
-from pipeline.buffer.service import BufferService
 from pipeline.buffer.settings import BufferSettings
 from pipeline.cli.checks import check_names
 from pipeline.cli.runs import create_run_folder, list_runs
@@ -139,7 +137,7 @@ class Runs:
         while is_held(paths) or status == "starting":
             if asyncio.get_running_loop().time() >= deadline:
                 raise RequestRefused(504, "deadline", f"run {run_id} did not end within {STOP_S:g} s")
-            if signals < 2 and _signal_owner(paths):  # the first asks for a checkpoint, the second ends it now
+            if signals < 2 and signal_owner(paths):  # the first asks for a checkpoint, the second ends it now
                 signals += 1
             await asyncio.sleep(2 * POLL_S)
             status = (await asyncio.to_thread(self._view, paths))["status"]
@@ -149,12 +147,7 @@ class Runs:
     async def _mark_cancelled(self, paths: RunPaths) -> None:
         config = read_config(paths.config).config
         with RunLock(paths):
-            service = BufferService(paths, BufferSettings.from_config(config))
-            await service.open(new_run_epoch=False)
-            try:
-                await service.set_run("cancelled", None)
-            finally:
-                await service.close()
+            await record_state(paths, BufferSettings.from_config(config), "cancelled", new_run_epoch=True)
 
     def _view(self, paths: RunPaths) -> dict[str, Any]:
         """`rollout status --json`, and `status`: what the ledger says, unless the run's process is gone."""
@@ -237,15 +230,3 @@ class Runs:
 
 def _digest(request: RunRequest) -> str:
     return hashlib.sha256(json.dumps(request.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
-
-
-def _signal_owner(paths: RunPaths) -> bool:
-    """SIGTERM to the process that holds the run's lock, if that is what its record says."""
-    held = read_lock(paths)
-    if "pid" not in held or not ProcessId(held["pid"], held["start_time"]).alive():
-        return False
-    try:
-        os.kill(held["pid"], signal.SIGTERM)
-    except ProcessLookupError:
-        return False
-    return True
