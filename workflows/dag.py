@@ -60,13 +60,13 @@ def _node(function: Any, name: str) -> Any:
     return function.options(**workflow.options(task_id=name), max_retries=0)
 
 
-def window(config: RunConfig, run_id: str, first: int, last: int) -> Any:
-    """The DAG of training steps first..last (1-based). The evaluation before the first step belongs to it, as one that a crash
-    may have left undone; first = last + 1 is a window of that evaluation alone."""
+def window(config: RunConfig, run_id: str, first: int, last: int, evaluate_before: bool) -> Any:
+    """The DAG of training steps first..last (1-based). evaluate_before: the evaluation before the first step belongs to it, as in
+    the first window, or when a crash left it undone; first = last + 1 is a window of that evaluation alone."""
     fetched: dict[int, Any] = {}
     trained: dict[int, Any] = {}
     evaluations: list[Any] = []
-    if config.evaluation_due(first - 1):
+    if evaluate_before:
         evaluations.append(_node(evaluate, f"evaluate[{first - 1}]").bind(run_id, first - 1))
     for step in range(first, last + 1):
         release = trained.get(step - 1 - config.rollout.max_staleness)

@@ -63,7 +63,7 @@ async def run_windows(config: RunConfig, paths: RunPaths, buffer: Ledger, facts:
                 workflow_number=number,
                 window=[window.number, window.first, window.last],
             )
-            await _run(window, config, paths.run_id, storage)
+            await _run(window, config, paths.run_id, storage, _evaluation_missing(config, paths, window.first - 1))
         interrupted = None
         await asyncio.to_thread(workflow.delete, window.workflow_id(paths.run_id))
 
@@ -90,8 +90,8 @@ def cancel_windows(run_id: str) -> None:
             workflow.cancel(identity)
 
 
-async def _run(window: Window, config: RunConfig, run_id: str, storage: Path) -> None:
-    graph = dag.window(config, run_id, window.first, window.last)
+async def _run(window: Window, config: RunConfig, run_id: str, storage: Path, evaluate_before: bool) -> None:
+    graph = dag.window(config, run_id, window.first, window.last, evaluate_before)
     identity = window.workflow_id(run_id)
     started = time.time()
     reference = await asyncio.to_thread(lambda: workflow.run_async(graph, workflow_id=identity))

@@ -48,7 +48,7 @@ def upstream(edges: dict[str, set[str]], node: str) -> set[str]:
 
 
 def test_a_step_passes_its_five_stages_in_order():
-    edges = graph(dag.window(config(), "r", 1, 6))
+    edges = graph(dag.window(config(), "r", 1, 6, True))
     assert edges["batch[3]"] == {"fetch[3]"}
     assert edges["rollout[3]"] == {"batch[3]"}
     assert edges["score[3]"] == {"rollout[3]"}
@@ -60,7 +60,7 @@ def test_a_step_passes_its_five_stages_in_order():
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_the_staleness_bound_is_an_edge(staleness):
-    edges = graph(dag.window(config(staleness=staleness), "r", 1, 6))
+    edges = graph(dag.window(config(staleness=staleness), "r", 1, 6, True))
     for step in range(1, 7):
         before = upstream(edges, f"rollout[{step}]")
         trained = {name for name in before if name.startswith("train")}
@@ -68,28 +68,28 @@ def test_the_staleness_bound_is_an_edge(staleness):
 
 
 def test_steps_are_fetched_and_trained_one_after_the_other():
-    edges = graph(dag.window(config(), "r", 1, 6))
+    edges = graph(dag.window(config(), "r", 1, 6, True))
     for step in range(2, 7):
         assert f"fetch[{step - 1}]" in edges[f"fetch[{step}]"]
         assert f"train[{step - 1}]" in edges[f"train[{step}]"]
 
 
 def test_a_window_in_the_middle_waits_for_nothing_before_it():
-    edges = graph(dag.window(config(), "r", 3, 4))
+    edges = graph(dag.window(config(), "r", 3, 4, False))
     assert {name for name in edges if name.startswith("train")} == {"train[3]", "train[4]"}
     assert edges["fetch[3]"] == set()
 
 
 @pytest.mark.parametrize("sampler", ["ready_first", "windowed"])
 def test_other_samplers_train_on_what_is_ready(sampler):
-    edges = graph(dag.window(config(sampler=sampler), "r", 1, 3))
+    edges = graph(dag.window(config(sampler=sampler), "r", 1, 3, True))
     assert edges["train[3]"] == {"train[2]"}
     assert edges["finish[3]"] >= {"score[1]", "score[2]", "score[3]"}, "a window ends when all of it is scored"
 
 
 @pytest.mark.fault(33)
 def test_evaluations_are_due_at_both_ends_and_between():
-    edges = graph(dag.window(config(steps=6, every=2), "r", 1, 6))
+    edges = graph(dag.window(config(steps=6, every=2), "r", 1, 6, True))
     assert {name for name in edges if name.startswith("evaluate")} == {f"evaluate[{step}]" for step in (0, 2, 4, 6)}
     assert edges["evaluate[0]"] == set()
     assert edges["evaluate[4]"] == {"train[4]"}
@@ -97,11 +97,11 @@ def test_evaluations_are_due_at_both_ends_and_between():
 
 
 def test_an_evaluation_that_a_crash_left_undone_is_a_window_of_its_own():
-    assert graph(dag.window(config(steps=6), "r", 7, 6)) == {"finish[6]": {"evaluate[6]"}, "evaluate[6]": set()}
+    assert graph(dag.window(config(steps=6), "r", 7, 6, True)) == {"finish[6]": {"evaluate[6]"}, "evaluate[6]": set()}
 
 
 def test_every_node_asks_for_a_little_cpu_and_is_not_run_again_by_ray():
-    todo, seen = [dag.window(config(), "r", 1, 2)], []
+    todo, seen = [dag.window(config(), "r", 1, 2, True)], []
     while todo:
         node = todo.pop()
         seen.append(node.get_options())

@@ -32,6 +32,7 @@ class Played:
         self.ran: list[tuple[int, int, int]] = []
         self.resumed: list[str] = []
         self.deleted: list[str] = []
+        self.evaluated_before: list[int] = []
 
     async def steps(self) -> dict:
         results = {step: {"end_of_data": self.ends_at is not None and step >= self.ends_at} for step in range(1, self.trained + 1)}
@@ -42,9 +43,11 @@ class Played:
         assert facts["workflow_id"] == f"{self.paths.run_id}.r{facts['workflow_number']}"
         self.facts.append(facts["window"])
 
-    async def run(self, window: Window, config, run_id: str, storage) -> None:
+    async def run(self, window: Window, config, run_id: str, storage, evaluate_before: bool) -> None:
         assert self.facts[-1] == [window.number, window.first, window.last], "recorded before it runs"
         self.ran.append((window.number, window.first, window.last))
+        if evaluate_before:
+            self.evaluated_before.append(window.first - 1)
         self._do(window)
 
     async def resume(self, window: Window, run_id: str, storage) -> bool:
@@ -86,6 +89,7 @@ async def test_a_run_goes_on_window_by_window_and_removes_what_is_done(paths, mo
     await drive(played, monkeypatch)
     assert played.ran == [(1, 1, 40), (2, 41, 80), (3, 81, 100)]
     assert played.deleted == ["run.r1", "run.r2", "run.r3"]
+    assert played.evaluated_before == [0], "no node runs in two windows"
     assert played.resumed == []
 
 
