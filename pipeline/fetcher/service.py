@@ -37,6 +37,7 @@ class Fetcher:
         self._call_timeout_s = call_timeout_s
         self._clock = clock
         self._assigned: set[int] = set()
+        self._given: set[int] = set()
         self._served: Counter[str] = Counter()
         self._waiting_since: float | None = None
         self._busy_s = 0.0
@@ -64,7 +65,8 @@ class Fetcher:
         """Tasks in the order of the ordinals."""
         started = self._clock()
         tasks = [self._catalog.task(ordinal) for ordinal in ordinals]
-        self._served.update(task.dataset for task in tasks)
+        self._served.update(task.dataset for task in tasks if task.ordinal not in self._given)
+        self._given.update(ordinals)
         self._busy_s += self._clock() - started
         return tasks
 
