@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -70,7 +71,7 @@ class EvaluatorWorker:
         self._config = config
         self._teachers = teachers or {}
         self._sandboxes = sandboxes or LocalSandboxes(min((spec.sandbox.starts for spec in specs.values()), default=1))
-        self._run = run
+        self._run = run or f"process{os.getpid()}"
         self._renderer = renderer
         self._engine = engine
         self._specs = specs
