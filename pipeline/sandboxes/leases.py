@@ -83,16 +83,22 @@ def read_leases(root: Path, name: str | None = None) -> Iterator[Lease]:
         if name is not None and not file.name.startswith(f"{name}~"):
             continue
         try:
-            values = json.loads(file.read_text())
+            yield _lease(file, json.loads(file.read_text()))
         except FileNotFoundError:
             continue  # another reaper was faster
-        yield Lease(
-            values["name"],
-            Path(values["folder"]),
-            ProcessId(**values["owner"]),
-            values["created"],
-            tuple(Path(path) for path in values["cgroups"]),
-        )
+        except (ValueError, KeyError, TypeError):  # torn when the machine stopped: nobody that it named is alive
+            unique = file.name.removesuffix(SUFFIX)
+            yield Lease(unique.rpartition("~")[0], root / unique, ProcessId(0, 0.0), 0.0)
+
+
+def _lease(file: Path, values: dict[str, Any]) -> Lease:
+    return Lease(
+        values["name"],
+        file.with_name(file.name.removesuffix(SUFFIX)),
+        ProcessId(**values["owner"]),
+        values["created"],
+        tuple(Path(path) for path in values["cgroups"]),
+    )
 
 
 def remove(lease: Lease) -> None:

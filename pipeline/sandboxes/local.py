@@ -31,6 +31,7 @@ MISSING = "local sandboxes need bubblewrap, and there is no bwrap on the PATH: a
 START_S = 20.0
 """For the first command of a sandbox to end."""
 COPY_S = 120.0
+REAP_EVERY_S = 60.0
 WORK, PRIVATE = "/work", "/private"
 _READ_ONLY = ("--remount-ro", "/dev", "--remount-ro", "/proc", "--remount-ro", "/")
 """/proc, too: root outside would still own /proc/sys inside, without any capability."""
@@ -38,7 +39,7 @@ _SYSTEM = ("/bin", "/sbin", "/lib", "/lib64", "/lib32")
 
 
 class LocalSandboxes:
-    """Implements `Sandboxes`. Nothing happens before `start`, or the first `open`, which removes what others have left.
+    """Implements `Sandboxes`. Nothing happens before `start` or the first `open`; both remove what others have left, now and then.
 
     starts: sandboxes that are being started at the same time. root: one for all runs of the machine.
     """
@@ -48,7 +49,8 @@ class LocalSandboxes:
         self._root = default_root() if root is None else root
         self._hierarchies = cgroups.find()
         self._open: dict[str, LocalSandbox] = {}
-        self._reaped: asyncio.Task[None] | None = None
+        self._reaping: asyncio.Task[None] | None = None
+        self._reaped_at = 0.0
         self._said = False
 
     async def open(self, name: str, contents: Contents, limits: Limits) -> LocalSandbox:
@@ -75,10 +77,12 @@ class LocalSandboxes:
         return sandbox
 
     async def start(self) -> None:
-        """Remove what others have left; once."""
-        if self._reaped is None:
-            self._reaped = asyncio.create_task(self._reap(), name="reap sandboxes")
-        await asyncio.shield(self._reaped)
+        """Remove what others have left, when that was not done in the last REAP_EVERY_S seconds."""
+        now = time.monotonic()
+        if self._reaping is None or (self._reaping.done() and now - self._reaped_at >= REAP_EVERY_S):
+            self._reaped_at = now
+            self._reaping = asyncio.create_task(self._reap(), name="reap sandboxes")
+        await asyncio.shield(self._reaping)
 
     async def close(self) -> None:
         """Ends every sandbox that is open, and removes what others have left."""

@@ -133,6 +133,25 @@ def test_a_lease_whose_writer_was_killed_is_removed(root: Path):
     assert [path.name for path in root.iterdir()] == [f"t~{os.getpid()}.1.lease.new"]
 
 
+def test_a_torn_lease_stops_nobody_and_is_removed(root: Path):
+    (root / "t~1.0" / "work").mkdir(parents=True)
+    (root / "t~1.0.lease.json").write_text("")
+    assert reap(root) == ["t"]
+    assert not left_in(root)
+
+
+async def test_what_is_left_later_is_removed_by_who_still_works(sandboxes: LocalSandboxes, root: Path, monkeypatch):
+    await (await sandboxes.open("mine", {}, Limits())).close()
+    me = ProcessId.of(os.getpid())
+    orphan = Lease("orphan", root / "orphan~1.3", ProcessId(me.pid, me.start_time - 100), time.time())
+    orphan.write()
+    await (await sandboxes.open("mine", {}, Limits())).close()
+    assert orphan.file.exists()
+    monkeypatch.setattr("pipeline.sandboxes.local.REAP_EVERY_S", 0.0)
+    await (await sandboxes.open("mine", {}, Limits())).close()
+    assert not left_in(root)
+
+
 def test_removing_a_folder_never_follows_a_link(tmp_path: Path):
     outside, folder = tmp_path / "outside", tmp_path / "folder"
     outside.mkdir()
