@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -65,7 +65,59 @@ class ModelSource(Strict):
         return True
 
 
-class Teacher(ModelSource):
+ServerKind = Literal["openai", "vllm", "sglang"]
+LAUNCHED = ("vllm", "sglang")
+"""Kinds that a replica can start itself, and that take new weights."""
+SERVERS = ("openai", *LAUNCHED)
+
+
+class Launch(Strict):
+    """A server that each replica starts, restarts and ends, in an environment of the engine's own."""
+
+    python: Path
+    """Interpreter of the environment that has the engine (`make engines` makes such environments)."""
+    args: dict[str, Any] = {}
+    """The engine's own arguments, over ours: of vLLM's AsyncEngineArgs, or of SGLang's ServerArgs."""
+    env: dict[str, str] = {}
+    """Environment variables of the server."""
+    cpus: float = Field(0.0, ge=0)
+    """CPUs that Ray sets aside for a replica; 0: none, it shares what there is."""
+    gpus: float = Field(0.0, ge=0)
+    """GPUs, or a fraction of one, for a replica. The server sees these and no others."""
+    start_timeout_s: float = Field(300.0, gt=0)
+    """From the start of the server to its first answer."""
+
+
+class Server(Strict):
+    """Where a `vllm`, `sglang` or `openai` engine is: exactly one of `url` and `launch`."""
+
+    url: str | tuple[str, ...] = ()
+    """One server that exists, or several: calls go to the least busy, and to another when one fails."""
+    launch: Launch | None = None
+    served_model: str | None = None
+    """`openai`: the model's name there; None: the first that the server lists."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,) if isinstance(self.url, str) else self.url
+
+    def check_server(self, kind: str) -> None:
+        """Raises ValueError when what is given does not fit the kind of engine."""
+        given = [name for name in ("url", "launch") if getattr(self, name)]
+        if kind not in SERVERS and given:
+            raise ValueError(f"{given[0]} is for the engines {', '.join(SERVERS)}; the engine is {kind!r}")
+        if kind in SERVERS and len(given) != 1:
+            raise ValueError(f"engine {kind!r} needs exactly one of url and launch; got {given or 'neither'}")
+        if kind == "openai" and self.launch is not None:
+            raise ValueError("engine 'openai' cannot be launched: give the url of a server that runs")
+        if kind != "openai" and self.served_model is not None:
+            raise ValueError(f"served_model is for the engine openai; the engine is {kind!r}")
+        wrong = [url for url in self.urls if not url.startswith(("http://", "https://"))]
+        if wrong:
+            raise ValueError(f"url {wrong[0]!r} does not start with http:// or https://")
+
+
+class Teacher(ModelSource, Server):
     """A teacher: a model, and how it reads the task."""
 
     shots: int = Field(0, ge=0)
@@ -73,7 +125,7 @@ class Teacher(ModelSource):
     smoothing: float = Field(0.0, ge=0, lt=1)
     """Probability mass spread evenly over the vocabulary: p' = (1 - s) p + s / V."""
     replicas: int = Field(1, ge=1)
-    engine: Literal["torch", "fixed_cost", "reference"] = "torch"
+    engine: Literal["torch", "fixed_cost", "reference"] | ServerKind = "torch"
     """`fixed_cost` scores every token with the same logprob after a stated time: for tests, demos and benchmarks. `reference`
     knows the reference answers and plays them, turn by turn: it can act (dagger, aggrevate), and it cannot score."""
     fixed_cost_s: float = Field(0.0, ge=0)
@@ -81,8 +133,17 @@ class Teacher(ModelSource):
     row_cost_s: float = Field(0.0, ge=0)
     """`fixed_cost` engine: seconds a row, on top."""
 
+    @model_validator(mode="after")
+    def _server_fits(self) -> Teacher:
+        self.check_server(self.engine)
+        if self.engine == "openai" and self.path is None:
+            raise ValueError(
+                "engine 'openai' needs `path`: a folder with the model's config.json and tokenizer; weights are not read"
+            )
+        return self
+
     def needs_model(self) -> bool:
-        return self.engine == "torch"
+        return self.engine == "torch" or self.engine in SERVERS
 
     def has_engine(self) -> bool:
         return self.engine != "reference"
@@ -104,10 +165,11 @@ class Script(Strict):
     vocab_size: int = Field(64, ge=4)
 
 
-class Engine(Strict):
+class Engine(Server):
     """The student's engine."""
 
-    kind: Literal["torch", "scripted"] = "torch"
+    kind: Literal["torch", "scripted"] | ServerKind = "torch"
+    """`vllm` and `sglang` run behind servers and take new weights; `openai` takes none: for evaluations and teachers."""
     slots: int = Field(64, ge=1)
     """Sequences generated at the same time (rows of the key-value cache)."""
     max_context: int | None = Field(None, ge=8)
@@ -122,3 +184,8 @@ class Engine(Strict):
     """torch threads of an engine process."""
     script: Script | None = None
     """`scripted` engine: what it plays."""
+
+    @model_validator(mode="after")
+    def _server_fits(self) -> Engine:
+        self.check_server(self.kind)
+        return self

@@ -89,6 +89,13 @@ class ChatRenderer:
         return self._tokenizer.decode([int(token_id)], skip_special_tokens=False)
 
 
+def stop_ids(folder: Path, renderer: ChatRenderer) -> frozenset[int]:
+    """End-of-sequence ids of the tokenizer and of generation_config.json."""
+    file = folder / "generation_config.json"
+    listed = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    return frozenset([renderer.eos_token_id, *(listed if isinstance(listed, list) else [listed] if listed is not None else [])])
+
+
 def _content(token: str | dict[str, Any]) -> str:
     return token if isinstance(token, str) else token["content"]
 

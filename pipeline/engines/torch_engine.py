@@ -7,7 +7,6 @@ cannot be answered fails in bounded time with its cause; none waits for ever.
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from concurrent.futures import Future
@@ -20,7 +19,7 @@ from pipeline.config.models import Engine as EngineSettings
 from pipeline.engines.base import Completion, EngineInfo, GenerateRequest, ScoredRow, ScoreRow, Signal, Version
 from pipeline.engines.batching import Batching, GenerateCall, settle
 from pipeline.engines.digests import model_digest, text_digest
-from pipeline.engines.renderer import ChatRenderer
+from pipeline.engines.renderer import ChatRenderer, stop_ids
 from pipeline.engines.torch_model import TorchModel
 from pipeline.engines.weights import Published, WeightStore
 from pipeline.errors import ConfigError, EngineError, RolloutError, RowRefused, SwapTimeout
@@ -63,7 +62,7 @@ class TorchEngine:
         self._model = TorchModel(source, settings.slots, settings.max_context, getattr(torch, dtype))
         self._loaded = Published(version, source) if weights is None else newest
         self._digest = model_digest(source)
-        self._batching = Batching(self._model, settings.slots, _stop_ids(source, self._renderer))
+        self._batching = Batching(self._model, settings.slots, stop_ids(source, self._renderer))
         self._waiting: list[GenerateCall] = []
         self._scores: list[ScoreCall] = []
         self._scored_rows = 0
@@ -252,10 +251,3 @@ def _engine_error(name: str, cause: BaseException) -> RolloutError:
     fresh = type(error)(*error.args)  # one exception a caller: a shared one would collect every caller's traceback
     fresh.__cause__ = cause
     return fresh
-
-
-def _stop_ids(folder: Path, renderer: ChatRenderer) -> frozenset[int]:
-    """End-of-sequence ids of the tokenizer and of generation_config.json."""
-    file = folder / "generation_config.json"
-    listed = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    return frozenset([renderer.eos_token_id, *(listed if isinstance(listed, list) else [listed] if listed is not None else [])])

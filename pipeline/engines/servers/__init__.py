@@ -1,1 +1,1 @@
-"""Programs that run in an engine's own environment. They import that engine, starlette and the standard library, never `pipeline`."""
+"""Programs that run in an engine's own environment: they import that engine, starlette and the standard library, not `pipeline`."""

@@ -184,7 +184,7 @@ class EngineServer:
         return await self._backend.score(token_ids, start, top_k)
 
     async def _load(self, body: Json) -> Json:
-        if not Path(body["path"]).is_dir():
+        if not await asyncio.to_thread(Path(body["path"]).is_dir):
             raise Refused(f"this server sees no folder {body['path']}")
         await self._gate.change(body["version"], body["path"], self._backend.load, body["abort"])
         return {"version": self._gate.version, "path": self._gate.path}

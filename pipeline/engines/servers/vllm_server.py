@@ -42,7 +42,7 @@ class Vllm:
         settings: dict[str, Any] = {
             "model": args.model,
             "dtype": args.dtype,
-            "max_model_len": args.max_context + 1,  # a row to be scored may fill the context, and vLLM wants room for one token more
+            "max_model_len": args.max_context + 1,  # a row to score may fill the context, and vLLM wants room for one more token
             "max_num_seqs": args.slots,
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
@@ -122,4 +122,5 @@ if __name__ == "__main__":
     if on_cpu():
         for key, value in ON_CPU.items():
             os.environ.setdefault(key, value)
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # for one token more than the model's context, never fed back
     serve(arguments(), Vllm)
