@@ -30,13 +30,11 @@ async def remember(sandbox: Sandbox) -> None:
     _good(await sandbox.run(command, GIT_S, private=True), "the task's folder cannot be recorded")
 
 
-async def patch_of(sandbox: Sandbox) -> str:
-    """What was changed since `remember`. Raises VerifierError, also for a patch above PATCH_BYTES."""
+async def patch_of(sandbox: Sandbox) -> str | None:
+    """What was changed since `remember`; None when it is above PATCH_BYTES. Raises VerifierError when it cannot be taken."""
     command = f"{GIT} add -A && {GIT} diff --cached --binary $(cat /private/tree)"
     ran = _good(await sandbox.run(command, GIT_S, private=True, output_bytes=PATCH_BYTES), "the patch cannot be taken")
-    if ran.left_out:
-        raise VerifierError(f"the patch is above {PATCH_BYTES} bytes")
-    return ran.output
+    return None if ran.left_out else ran.output
 
 
 async def apply(sandbox: Sandbox, patch: str, but: Sequence[str] = ()) -> Ran:

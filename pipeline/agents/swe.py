@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.agents.base import Episode, Trajectory
 from pipeline.agents.commands import NO_COMMAND, SUBMIT, command_in, observation
 from pipeline.agents.repair import patch_of, remember, solves
-from pipeline.errors import SandboxError
+from pipeline.errors import SandboxError, VerifierError
 from pipeline.fetcher.swe import Repair, repair_of
 from pipeline.sandboxes.base import Sandbox
 
@@ -40,6 +40,7 @@ class SweAgent:
     def __init__(self) -> None:
         self._repair: Repair | None = None
         self._sandbox: Sandbox | None = None
+        self._unpatched: VerifierError | None = None
 
     async def init(self, episode: Episode) -> None:
         self._repair = repair_of(episode.task)
@@ -50,13 +51,20 @@ class SweAgent:
         trajectory = Trajectory()
         trajectory.append_context(episode.renderer.render(episode.task.messages))
         trajectory.finish_reason = await self._turns(episode, trajectory)
-        trajectory.text = await patch_of(self._opened())
+        try:
+            patch = await patch_of(self._opened())
+        except VerifierError as error:  # what was said is kept; what it is worth cannot be said
+            self._unpatched = error
+            return trajectory
+        trajectory.text = patch or ""
         if trajectory.turns:
-            trajectory.turns[-1]["patch"] = trajectory.text
+            trajectory.turns[-1]["patch"] = patch
         return trajectory
 
     async def verify(self, episode: Episode, trajectory: Trajectory) -> float | None:
         assert self._repair is not None
+        if self._unpatched is not None:
+            raise self._unpatched
         return float(await solves(episode.open_sandbox, self._repair, trajectory.text, episode.sandbox.command_timeout_s))
 
     async def cleanup(self, episode: Episode) -> None:

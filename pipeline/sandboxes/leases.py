@@ -53,7 +53,6 @@ class Lease:
     def write(self) -> None:
         """Whole or not at all."""
         values = asdict(self) | {"folder": str(self.folder), "cgroups": [str(path) for path in self.cgroups]}
-        self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         aside = self.file.with_suffix(UNFINISHED)
         aside.write_text(json.dumps(values))
         aside.replace(self.file)

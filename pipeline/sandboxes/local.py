@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ MISSING = "local sandboxes need bubblewrap, and there is no bwrap on the PATH: a
 START_S = 20.0
 """For the first command of a sandbox to end."""
 COPY_S = 120.0
+LONGEST_COMMAND = 100_000
+"""Bytes; the system takes 128 KiB."""
 REAP_EVERY_S = 60.0
 WORK, PRIVATE = "/work", "/private"
 _READ_ONLY = ("--remount-ro", "/dev", "--remount-ro", "/proc", "--remount-ro", "/")
@@ -63,7 +65,7 @@ class LocalSandboxes:
             sandbox = LocalSandbox(new_lease(self._root, name, self._hierarchies, time.time()), limits, self._forget)
             self._open[name] = sandbox
             try:
-                await asyncio.to_thread(self._prepare, sandbox, contents)
+                await _to_its_end(asyncio.to_thread(self._prepare, sandbox, contents))
                 self._say(sandbox)
                 ran = await sandbox.run("true", START_S)
                 if ran.exit_code != 0:
@@ -96,6 +98,9 @@ class LocalSandboxes:
             log.warning("removed %d sandboxes that were left behind: %s", len(removed), removed[:5])
 
     def _prepare(self, sandbox: LocalSandbox, contents: Contents) -> None:
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._root.stat().st_uid != os.getuid():
+            raise SandboxError(f"{self._root} belongs to another user, who could reach into sandboxes there: remove it")
         for lost in read_leases(self._root, sandbox.lease.name):
             remove(lost)
         sandbox.make(self._hierarchies, contents)
@@ -174,6 +179,8 @@ class LocalSandbox:
 
     async def _run(self, command: str, timeout_s: float, stdin: bytes, output_bytes: int, private: bool) -> Ran:
         started = time.monotonic()
+        if "\0" in command or len(command.encode()) > LONGEST_COMMAND:
+            return Ran(126, f"not a command: it holds a zero byte, or more than {LONGEST_COMMAND} bytes\n", False, 0, 0.0)
         ended = await processes.run(
             self._arguments(command, private),
             timeout_s=timeout_s,
@@ -223,6 +230,20 @@ class LocalSandbox:
             *("--bind", str(self.lease.folder / "work"), WORK, *extra, *_READ_ONLY),
             *("--chdir", WORK, "--", *processes.INIT, command),
         ]
+
+
+async def _to_its_end(work: Awaitable[None]) -> None:
+    """A thread cannot be cancelled: what it makes can be removed only when it has ended."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    task.result()
 
 
 async def try_sandbox() -> dict[str, str]:

@@ -186,6 +186,13 @@ async def test_a_change_that_breaks_what_worked_is_no_solution(world: World):
     assert sample.reward == 0.0
 
 
+async def test_a_patch_that_cannot_be_taken_leaves_the_reward_unsaid_and_one_that_is_too_large_is_no_solution(world: World):
+    sample, _ = await world.play(block(MEND), block("mkdir x; echo 1 > x/y; chmod 0 x/y"), block("submit"))
+    assert (sample.status, sample.reward) == ("ok", None) and "cannot be taken" in sample.error
+    sample, _ = await world.play(block(MEND), block("head -c 3000000 /dev/urandom > big"), block("submit"))
+    assert (sample.reward, sample.text, sample.turns[-1]["patch"]) == (0.0, "", None)
+
+
 async def test_a_folder_that_does_not_exist_any_more_is_the_sandboxes_fault(tmp_path: Path):
     folder = tmp_path / "repo"
     folder.mkdir()

@@ -132,6 +132,14 @@ async def test_a_command_is_given_bytes_and_may_leave_them_unread(sandboxes: Loc
     assert (await sandbox.run("true", 10, stdin=b"x" * 300_000)).exit_code == 0
 
 
+async def test_what_is_no_command_is_told_and_not_run(sandboxes: LocalSandboxes):
+    sandbox = await sandboxes.open("t", {}, SMALL)
+    for command in ("echo \0", "echo " + "x" * 200_000):
+        ran = await sandbox.run(command, 10)
+        assert ran.exit_code == 126 and "not a command" in ran.output
+    assert (await sandbox.run("echo fine", 10)).output == "fine\n"
+
+
 async def test_the_private_folder_is_seen_only_when_asked_for(sandboxes: LocalSandboxes):
     sandbox = await sandboxes.open("t", {}, SMALL)
     await sandbox.run("echo 1 > /private/note", 10, private=True)

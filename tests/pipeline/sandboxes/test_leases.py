@@ -82,8 +82,9 @@ async def test_no_more_than_the_permits_start_at_once_and_none_fails_for_being_e
 
 
 async def test_a_cancelled_start_leaves_nothing(sandboxes: LocalSandboxes, root: Path):
-    opening = asyncio.create_task(sandboxes.open("t", {"a": "1"}, Limits()))
-    while not left_in(root):
+    files = {f"folder{n}/file": "text" for n in range(3000)}
+    opening = asyncio.create_task(sandboxes.open("t", files, Limits()))
+    while not any(path.is_dir() for path in left_in(root)):
         await asyncio.sleep(0.001)
     opening.cancel()
     await asyncio.wait({opening})
@@ -116,6 +117,7 @@ def test_the_reaper_goes_by_owner_and_by_age(root: Path):
         "old": Lease("old", root / "old~1.2", me, 0.0),
         "orphan": Lease("orphan", root / "orphan~1.3", ProcessId(me.pid, me.start_time - 100), 1000.0),
     }
+    root.mkdir()
     for lease in leases.values():
         lease.write()
         (lease.folder / "work").mkdir(parents=True)
