@@ -16,8 +16,8 @@ from pipeline.fetcher.catalog import Catalog
 
 @forwards("train", "stop")
 class TrainerActor(StageActor):
-    """Imports torch when it is built, so that the actor's process answers pings meanwhile. It saves and publishes in the run
-    epoch that it was made in, and ends when a resume has begun another."""
+    """Imports torch when it is built, so that the actor's process answers pings meanwhile. It saves and publishes until a
+    resume, or a trainer after it, has begun; then its process ends."""
 
     stage = "trainer"
 
@@ -35,7 +35,7 @@ class TrainerActor(StageActor):
             student,
             TrainWitness(self.buffer, self.paths.trained),
             WeightStore(self.paths.weights),
-            fence=run_fence(self.paths, self.run_epoch),
+            fence=run_fence(self.paths, self.run_epoch, self.stage, await self.buffer.claim(self.stage)),
             epoch=self.run_epoch,
             die=lambda: os._exit(1),
             complete=on_demand(self.config, self.paths, "score_at_select"),

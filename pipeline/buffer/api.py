@@ -192,6 +192,10 @@ class BufferClient(Protocol):
         """CONTRACT: `rollout status RUN --json`, from one read transaction."""
         ...
 
+    async def claim(self, role: str) -> int:
+        """The role is the caller's from now on: a number above all earlier claims of it. See `reader.run_fence`."""
+        ...
+
     async def report_stage(self, report: StageReport) -> None: ...
     async def set_run(self, state: str, error: str | None = None, **facts: Any) -> None:
         """Run state and facts (`workflow_id`, `window_first`, ...) that resume and status read."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeline.buffer.api import StageReport
 from pipeline.buffer.ledger import Ledger
-from pipeline.buffer.schema import set_meta
+from pipeline.buffer.schema import get_meta, set_meta
 
 
 def record_step(ledger: Ledger, step: int, metrics: dict[str, Any]) -> None:
@@ -104,6 +104,16 @@ def report_stage(ledger: Ledger, report: StageReport) -> None:
         "INSERT OR REPLACE INTO stages VALUES (?, ?, ?)",
         (report.stage, json.dumps(dataclasses.asdict(report), default=_plain), ledger.clock()),
     )
+
+
+def claim(ledger: Ledger, role: str) -> int:
+    number = get_meta(ledger.db, claim_key(role), 0) + 1
+    set_meta(ledger.db, claim_key(role), number)
+    return number
+
+
+def claim_key(role: str) -> str:
+    return f"claim:{role}"
 
 
 def set_run(ledger: Ledger, state: str, error: str | None, facts: dict[str, Any]) -> None:

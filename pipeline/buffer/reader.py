@@ -61,19 +61,22 @@ def read_run_epoch(paths: RunPaths) -> int:
         return get_meta(db, "run_epoch")
 
 
-def run_fence(paths: RunPaths, epoch: int) -> Callable[[], None]:
-    """A check that raises FencedOut once a newer run epoch than `epoch` has begun, for whoever writes to the run folder itself."""
+def run_fence(paths: RunPaths, epoch: int, role: str, claim: int) -> Callable[[], None]:
+    """For whoever writes to the run folder itself: a check that raises FencedOut once a newer run epoch than `epoch` has begun, or
+    another process has claimed the role."""
     db = open_reader(paths.database)
 
     def check() -> None:
         try:
-            newest = get_meta(db, "run_epoch")
+            newest, claimed = get_meta(db, "run_epoch"), get_meta(db, progress.claim_key(role))
         except sqlite3.Error as error:
             raise StoreError(f"{paths.database} cannot be read: {error}") from error
         if newest != epoch:
             raise FencedOut(
                 f"run {paths.run_id} is in run epoch {newest}, this process belongs to {epoch}: nothing more of it counts"
             )
+        if claimed != claim:
+            raise FencedOut(f"{role} {claimed} of run {paths.run_id} has begun, this is {claim}: nothing more of it counts")
 
     return check
 

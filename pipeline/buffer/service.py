@@ -184,6 +184,9 @@ class BufferService:
     async def status(self) -> dict[str, Any]:
         return await self._read(reader.status)
 
+    async def claim(self, role: str) -> int:
+        return await self._write(lambda led: progress.claim(led, role))
+
     async def report_stage(self, report: StageReport) -> None:
         await self._write(lambda led: progress.report_stage(led, report))
 

@@ -69,3 +69,20 @@ async def test_the_trainer_actor_stops_before_its_checkpoint_once_a_resume_has_b
         await trainer.save()
     assert ended == [1] and not list(paths.checkpoints.glob("step_*"))
     await asyncio.gather(trainer.close(), buffer.close(), again.close())
+
+
+async def test_a_trainer_actor_that_is_taken_for_dead_stops_before_its_checkpoint(run, tmp_path, monkeypatch):
+    """An old version that it published would stand in front of the new one."""
+    paths, config = run
+    epoch = await begin(paths, config)
+    buffer = BufferService(paths, BufferSettings.from_config(config))
+    await buffer.open()
+    student, ended = saved_student(tmp_path / "student"), []
+    monkeypatch.setattr(TrainerActor, "_student", lambda self: student)
+    monkeypatch.setattr("deployments.trainer.os._exit", ended.append)
+    old, new = [await bare(TrainerActor, paths, config, buffer, epoch).build() for _ in range(2)]
+    await buffer.assign(1, 0, 0)
+    with pytest.raises(FencedOut, match="trainer 2 of run run has begun, this is 1"):
+        await old.train(1)
+    assert ended == [1] and (await new.train(1))["end_of_data"]
+    await asyncio.gather(old.close(), new.close(), buffer.close())

@@ -203,7 +203,7 @@ class Cluster:
                 stage("replay_buffer"),
                 world.weights,
                 clock=now,
-                fence=run_fence(world.paths, self.epoch),
+                fence=run_fence(world.paths, self.epoch, "trainer", await stage("replay_buffer").claim("trainer")),
                 epoch=self.epoch,
                 die=lambda: world.kill(process),
                 learner=lambda found: ToyLearner(world.paths, found, world.witness.learnt, saved),

@@ -11,11 +11,17 @@ WireFault = Literal["lost", "deaf", "late", "hung", "full"]
 has given up (not at workers, which play what their caller still waits for). `hung`: it is done, and no answer ever comes.
 `full`: the disk is full (the ledger only)."""
 
-VICTIMS = ("replay_buffer", "trainer", "evaluator_pool", "teacher_scorer", "everything", "everything", "driver", "stop",
-           "split replay_buffer", "split evaluator_pool", "worker_left", "worker_right", "teacher", "fetcher")  # fmt: skip
+VICTIMS = (
+    "replay_buffer", "trainer", "evaluator_pool", "teacher_scorer", "everything", "everything", "driver", "stop",
+    "split replay_buffer", "split evaluator_pool", "split trainer", "worker_left", "worker_right", "teacher", "fetcher",
+)  # fmt: skip
 """`driver`: only it dies, and its cluster lives on beside the one that resumes. `stop`: SIGTERM. `split`: the actor is taken for
 dead and started anew, while the old process lives on and one of its callers still reaches it."""
-SPLITS = {"split replay_buffer": ("evaluator_pool", "trainer", "teacher_scorer"), "split evaluator_pool": ("driver",)}
+SPLITS = {
+    "split replay_buffer": ("evaluator_pool", "trainer", "teacher_scorer"),
+    "split evaluator_pool": ("driver",),
+    "split trainer": ("driver",),
+}
 
 
 @dataclass(slots=True)

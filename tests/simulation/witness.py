@@ -23,7 +23,7 @@ from tests.simulation.scenario import CPU_A_NODE, Scenario
 LIVE = ("pending", "running", "written", "ready")
 MUTATING = frozenset(
     ("assign", "replace", "discard", "close_rollout", "start_attempt", "end_attempt", "commit", "store_sample", "mark_produced",
-     "select", "record_step", "mark_trained", "forget_checkpoint", "set_run")
+     "select", "record_step", "mark_trained", "forget_checkpoint", "claim", "set_run")
 )  # fmt: skip
 
 

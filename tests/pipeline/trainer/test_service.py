@@ -430,7 +430,9 @@ async def test_a_fenced_out_trainer_publishes_nothing_where_no_checkpoint_is_due
     """An old version would be put in front of the new trainer's newer one."""
     async with opened(tmp_path) as run:
         epoch = read_run_epoch(run.paths)
-        trainer = run.trainer(fence=run_fence(run.paths, epoch), epoch=epoch, die=lambda: None)
+        trainer = run.trainer(
+            fence=run_fence(run.paths, epoch, "trainer", await run.buffer.claim("trainer")), epoch=epoch, die=lambda: None
+        )
         await trainer.start()
         await run.produce(1)
         await run.buffer.close()
