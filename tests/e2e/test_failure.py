@@ -20,7 +20,7 @@ def test_a_failing_stage_ends_the_run_and_is_named(rollout, tiny):
 
 
 def test_the_end_of_the_data_is_an_end_and_says_so(rollout, tiny):
-    done = rollout.call("run", tiny, "datasets.words.epochs=1", "trainer.steps=40", "--run-id", "r")
+    done = rollout.call("run", tiny, "datasets.words.epochs=1", "rollout.tasks_per_step=16", "trainer.steps=40", "--run-id", "r")
     assert done.code == 0, done
     assert "the data ended before step" in done.out
     found = status(rollout.run("r"))

@@ -17,7 +17,7 @@ SHORT = [
 ]
 
 
-@pytest.mark.parametrize("cpus", [1, 2, 4])
+@pytest.mark.parametrize("cpus", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_quickstart_on_so_many_cpus(shared_rollout, cpus):
     done = shared_rollout.call("run", QUICKSTART, *SHORT, f"run.ray.num_cpus={cpus}", "--run-id", f"on{cpus}", timeout_s=120)
     paths = shared_rollout.run(f"on{cpus}")
