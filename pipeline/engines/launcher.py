@@ -53,6 +53,10 @@ class Launcher:
             raise EngineError(self._failure)
         return self._address
 
+    def pid(self) -> int | None:
+        """Of the guard: the server is its child."""
+        return None if self._process is None else self._process.pid
+
     def wait_ready(self) -> None:
         """Blocks. Raises EngineError when the server does not get ready."""
         while self.address() is None:

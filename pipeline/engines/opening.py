@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.config.models import LAUNCHED, Server
+from pipeline.config.models import LAUNCHED, Launch, Server
 from pipeline.config.models import Engine as EngineSettings
 from pipeline.config.schema import RunConfig
 from pipeline.engines.base import Engine
@@ -15,6 +15,7 @@ from pipeline.engines.weights import Published, WeightStore
 
 LOADED = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 """Of a launched server's process: it loads the folder that it is given and asks nobody."""
+OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 def open_student(config: RunConfig, folder: Path, weights: WeightStore | None, version: int = 0, log: Path | None = None) -> Engine:
@@ -64,33 +65,45 @@ def _served(
     log: Path | None,
 ) -> Engine:
     from pipeline.engines.launcher import Launcher
-    from pipeline.engines.rows import Bounds
     from pipeline.engines.served import ServedEngine
 
     launcher = None
     if server.launch is not None:
-        arguments = {
-            "--max-context": str(Bounds.of(folder, settings.max_context).max_context),
-            "--slots": str(settings.slots),
-            "--dtype": dtype,
-            "--engine-args": json.dumps(server.launch.args),
-        }
-        command = _command(kind, server.launch.python, arguments, weights, Published(version, folder))
-        environment = {**os.environ, **LOADED, "OMP_NUM_THREADS": str(settings.threads), **server.launch.env}
-        environment.pop("PYTHONPATH", None)  # of our interpreter, not of the engine's
-        launcher = Launcher(kind, server.launch, command, environment, log)
+        command = server_command(kind, server.launch, settings, folder, weights, dtype, version)
+        launcher = Launcher(kind, server.launch, command, server_environment(server.launch, settings), log)
         launcher.wait_ready()
     return ServedEngine(kind, folder, weights, settings, urls=server.urls, launcher=launcher, smoothing=smoothing, version=version)
 
 
-def _command(
-    kind: str, python: Path, arguments: dict[str, str], weights: WeightStore | None, fixed: Published
+def server_environment(launch: Launch, settings: EngineSettings) -> dict[str, str]:
+    """Variables of a launched server's process. What is set for our own interpreter is not meant for the engine's."""
+    inherited = {key: value for key, value in os.environ.items() if key not in OURS}
+    return {**inherited, **LOADED, "OMP_NUM_THREADS": str(settings.threads), **launch.env}
+
+
+def server_command(
+    kind: str,
+    launch: Launch,
+    settings: EngineSettings,
+    folder: Path,
+    weights: WeightStore | None,
+    dtype: str,
+    version: int,
 ) -> Callable[[], list[str]]:
+    """What starts a server of the newest weights; asked anew at every start."""
+    from pipeline.engines.rows import Bounds
+
     program = Path(__file__).parent / "servers" / f"{kind}_server.py"
+    arguments = {
+        "--max-context": str(Bounds.of(folder, settings.max_context).max_context),
+        "--slots": str(settings.slots),
+        "--dtype": dtype,
+        "--engine-args": json.dumps(launch.args),
+    }
 
     def command() -> list[str]:
-        held = (weights.latest() if weights is not None else None) or fixed
+        held = (weights.latest() if weights is not None else None) or Published(version, folder)
         parts = {"--model": str(held.path.resolve()), "--version": str(held.version), **arguments}
-        return [str(python), str(program), *(text for pair in parts.items() for text in pair)]
+        return [str(launch.python), str(program), *(text for pair in parts.items() for text in pair)]
 
     return command
