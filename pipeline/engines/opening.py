@@ -45,7 +45,8 @@ def open_teacher(config: RunConfig, alias: str, folder: Path, log: Path | None =
     if teacher.engine == "openai":
         from pipeline.engines.completions import CompletionsEngine
 
-        return CompletionsEngine(folder, teacher, config.engine, smoothing=teacher.smoothing)
+        acts = config.algorithm.mixes()
+        return CompletionsEngine(folder, teacher, config.engine, smoothing=teacher.smoothing, for_training=acts)
     if teacher.engine in LAUNCHED:
         return _served(teacher.engine, teacher, config.engine, folder, None, teacher.dtype, teacher.smoothing, 0, log)
     from pipeline.engines.torch_engine import TorchEngine
