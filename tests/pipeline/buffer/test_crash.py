@@ -57,11 +57,14 @@ asyncio.run(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "new"))
 """
 
 
-def write_and_kill(paths, witness: Path, new_epoch: bool, after_s: float) -> None:
-    """One life of a buffer process. Its status is read from here in the middle of its writing, and after its death."""
+def write_and_kill(paths, witness: Path, new_epoch: bool, after_s: float, told: int = 0) -> None:
+    """One life of a buffer process, `after_s` seconds from its `told`-th acknowledged group on. Its status is read from here in the middle of its writing, and after its death."""
     command = [sys.executable, "-c", WRITER, str(paths.root), str(witness), "new" if new_epoch else "same"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"ready\n"
+    before = lines(witness)
+    while lines(witness) < before + told and process.poll() is None:
+        time.sleep(0.005)
     time.sleep(after_s)
     counts = read_status(paths)["ordinals"]
     assert counts["fetched"] == sum(counts[state] for state in counts if state != "fetched")
@@ -71,12 +74,16 @@ def write_and_kill(paths, witness: Path, new_epoch: bool, after_s: float) -> Non
     assert read_status(paths)["attempts"]["regenerated"] == 0
 
 
+def lines(file: Path) -> int:
+    return len(file.read_bytes().splitlines()) if file.exists() else 0
+
+
 async def test_acknowledged_groups_survive_sigkill_at_any_moment(tmp_path):
     paths, witness = new_run(tmp_path), tmp_path / "witness"
     luck = random.Random(7)
     told: list[list[str]] = []
     for number in range(60):  # more than ten on a machine that is busy with other things
-        write_and_kill(paths, witness, bool(number % 2), luck.uniform(0.0, 0.12))
+        write_and_kill(paths, witness, bool(number % 2), luck.uniform(0.0, 0.12), told=number % 5 * 2)
         told = [line.split() for line in witness.read_text().splitlines()]
         if number >= 9 and len(told) > 30:
             break
