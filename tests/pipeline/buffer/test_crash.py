@@ -58,7 +58,8 @@ asyncio.run(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "new"))
 
 
 def write_and_kill(paths, witness: Path, new_epoch: bool, after_s: float, told: int = 0) -> None:
-    """One life of a buffer process, `after_s` seconds from its `told`-th acknowledged group on. Its status is read from here in the middle of its writing, and after its death."""
+    """One life of a buffer process, ended `after_s` seconds from its `told`-th acknowledged group on. Its status is read from here
+    in the middle of its writing, and after its death."""
     command = [sys.executable, "-c", WRITER, str(paths.root), str(witness), "new" if new_epoch else "same"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"ready\n"
