@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from deployments.hosting import log_to_file
 from deployments.multiplex import Answer, Call, answers
 from deployments.names import ENGINE_DEPLOYMENT
 from pipeline.config.loading import read_config
+from pipeline.config.models import Launch
 from pipeline.config.schema import RunConfig
 from pipeline.engines.base import Completion, EngineInfo, GenerateRequest, ScoredRow, ScoreRow, Signal, Version
-from pipeline.engines.opening import open_student
+from pipeline.engines.opening import open_student, open_teacher
 from pipeline.engines.weights import Published, WeightStore
 from pipeline.errors import EngineError
 from pipeline.fetcher.catalog import Catalog
@@ -32,6 +34,17 @@ OPTIONS: dict[str, Any] = {
 }
 """A replica asks for a whole CPU unless told otherwise; the engine itself bounds what runs at the same time."""
 POLL_S = 0.1
+
+
+def replica_options(replicas: int, launch: Launch | None) -> dict[str, Any]:
+    """Of a deployment. What a launched server needs stands in a bundle of the replica's own; it sees those GPUs and no others."""
+    options: dict[str, Any] = {"num_replicas": replicas}
+    if launch is not None and (launch.cpus or launch.gpus):
+        cpus = max(launch.cpus, OPTIONS["ray_actor_options"]["num_cpus"])
+        options["ray_actor_options"] = {"num_cpus": cpus, "num_gpus": launch.gpus}
+        bundle = {"CPU": cpus, "GPU": launch.gpus} if launch.gpus else {"CPU": cpus}
+        options["placement_group_bundles"] = [bundle]
+    return options
 
 
 class _EngineReplica:
@@ -66,7 +79,8 @@ class StudentEngine(_EngineReplica):
         config = read_config(paths.config).config
         weights = WeightStore(paths.weights)
         published = await _first_weights(weights, config.run.start_timeout_s)
-        self.engine = await asyncio.to_thread(open_student, config, published.path, weights)
+        log = paths.log / f"student_server_{os.getpid()}.log"
+        self.engine = await asyncio.to_thread(open_student, config, published.path, weights, published.version, log)
 
 
 @serve.deployment(**OPTIONS)
@@ -75,7 +89,7 @@ class TeacherEngine(_EngineReplica):
         paths = RunPaths(Path(root))
         log_to_file(paths, f"teacher_engine_{alias}")
         config = read_config(paths.config).config
-        self.engine = await asyncio.to_thread(_teacher, config, alias, paths.cache)
+        self.engine = await asyncio.to_thread(_teacher, config, alias, paths)
 
 
 async def _first_weights(weights: WeightStore, timeout_s: float) -> Published:
@@ -89,16 +103,17 @@ async def _first_weights(weights: WeightStore, timeout_s: float) -> Published:
     return published
 
 
-def _teacher(config: RunConfig, alias: str, cache: Path) -> Any:
+def _teacher(config: RunConfig, alias: str, paths: RunPaths) -> Any:
     teacher = config.teachers[alias]
     catalog = Catalog(config)
     if teacher.engine == "fixed_cost":
         from pipeline.engines.fixed_cost import FixedCostTeacher
         from pipeline.trainer.assets import tokenizer_folder
 
-        return FixedCostTeacher(teacher, tokenizer_folder(config, catalog, cache))
-    from pipeline.engines.torch_engine import TorchEngine
+        return FixedCostTeacher(teacher, tokenizer_folder(config, catalog, paths.cache))
+    if teacher.engine == "openai":
+        return open_teacher(config, alias, teacher.path)
     from pipeline.trainer.assets import teacher_folder
 
-    folder = teacher_folder(config, alias, catalog, cache)
-    return TorchEngine(folder, None, config.engine, smoothing=teacher.smoothing, dtype=teacher.dtype)
+    folder = teacher_folder(config, alias, catalog, paths.cache)
+    return open_teacher(config, alias, folder, paths.log / f"teacher_server_{alias}_{os.getpid()}.log")

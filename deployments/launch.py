@@ -11,7 +11,7 @@ from ray import serve
 
 from deployments.batcher import BatcherActor
 from deployments.calls import unwrap
-from deployments.engines import StudentEngine, TeacherEngine
+from deployments.engines import StudentEngine, TeacherEngine, replica_options
 from deployments.evaluator_pool import EvaluatorPoolActor
 from deployments.evaluator_worker import EvaluatorWorkerActor
 from deployments.fetcher import FetcherActor
@@ -86,10 +86,10 @@ class Launch:
         serve.start(proxy_location="Disabled")
         root = str(self._paths.root)
         run_id = self._paths.run_id
-        student = StudentEngine.options(num_replicas=self._config.engine.replicas).bind(root)
+        student = StudentEngine.options(**replica_options(self._config.engine.replicas, self._config.engine.launch)).bind(root)
         targets = [serve.RunTarget(student, name=student_app(run_id), route_prefix=None)]
         for group in teacher_groups(self._config):
-            deployment = TeacherEngine.options(num_replicas=group.replicas).bind(root, group.name)
+            deployment = TeacherEngine.options(**replica_options(group.replicas, group.source.launch)).bind(root, group.name)
             targets.append(serve.RunTarget(deployment, name=teacher_app(run_id, group.name), route_prefix=None))
         serve.run_many(targets, wait_for_applications_running=False)
 

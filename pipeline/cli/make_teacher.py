@@ -56,7 +56,7 @@ def make_teacher(
 def _aliases(config: RunConfig, alias: str | None) -> list[str]:
     from pipeline.errors import ConfigError
 
-    known = [name for name, teacher in config.teachers.items() if teacher.engine == "torch"]
+    known = [name for name, teacher in config.teachers.items() if teacher.is_made()]
     if not known:
         raise ConfigError("teachers: the configuration has none with a model")
     if alias is None:

@@ -173,14 +173,18 @@ def _index(place: list[Any], name: str, override: str, parent: str) -> int:
 
 
 def _resolve_paths(data: dict[str, Any], folder: Path) -> None:
-    """Make relative paths of data, models and reused trajectories absolute, in place; faults of shape are left to the models."""
-    holders = [data.get("student")]
+    """Make relative paths of data, models, interpreters and reused trajectories absolute, in place; faults of shape are left to
+    the models."""
+    holders = [data.get("student"), data.get("engine")]
     for section in ("teachers", "datasets"):
         entries = data.get(section)
         holders += list(entries.values()) if isinstance(entries, dict) else []
     for holder in holders:
         if isinstance(holder, dict) and isinstance(holder.get("path"), str):
             holder["path"] = str(folder / Path(holder["path"]).expanduser())
+        launch = holder.get("launch") if isinstance(holder, dict) else None
+        if isinstance(launch, dict) and isinstance(launch.get("python"), str):
+            launch["python"] = str(folder / Path(launch["python"]).expanduser())
     rollout = data.get("rollout")
     if isinstance(rollout, dict) and isinstance(rollout.get("reuse"), str):
         rollout["reuse"] = _resolve_reuse(rollout["reuse"], folder)

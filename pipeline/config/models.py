@@ -145,6 +145,10 @@ class Teacher(ModelSource, Server):
     def needs_model(self) -> bool:
         return self.engine == "torch" or self.engine in SERVERS
 
+    def is_made(self) -> bool:
+        """It has weights of ours: made before the run, or read from `path`."""
+        return self.engine == "torch" or self.engine in LAUNCHED
+
     def has_engine(self) -> bool:
         return self.engine != "reference"
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pipeline.config.models import Launch
+from pipeline.config.provenance import resolve_sampling
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import NodeLayout
 from pipeline.errors import AdmissionError, ConfigError
@@ -74,6 +76,7 @@ class Proof:
 
 def prove(config: RunConfig, machine: Machine) -> Proof:
     """Raises AdmissionError (a demand that can never be met) or ConfigError (a layout that says too little)."""
+    check_student_engine(config)
     specs = specs_from_config(config)
     nodes = list(machine.by_node())
     layout = layout_nodes(config)
@@ -88,6 +91,21 @@ def prove(config: RunConfig, machine: Machine) -> Proof:
     tokens = {spec.evaluator_id: _check_spec(config, spec, pool, layout is not None) for spec in specs.values()}
     lines = (*fixed, *(Line(f"pool on {node.node}", 1, node.cpu, float(len(node.gpu_ids)), node.memory_gb) for node in pool))
     return Proof(lines, _sum("total asked", lines), _line("machine", machine.by_node()), _line("remaining", left), pool, tokens)
+
+
+def check_student_engine(config: RunConfig) -> None:
+    """Raises ConfigError for an engine that cannot do what training asks of it."""
+    if config.engine.kind == "openai":
+        raise ConfigError("engine.kind 'openai' takes no new weights: the student of a run needs torch, vllm or sglang")
+    if config.engine.kind != "sglang":
+        return
+    for name, dataset in config.datasets.items():
+        sampling = resolve_sampling(config, name).value
+        if dataset.train and sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k):
+            raise ConfigError(
+                f"datasets.{name}: sampling top_p {sampling.top_p:g}, top_k {sampling.top_k}: engine.kind 'sglang' gives"
+                " logprobs of the uncut distribution, which are not those sampled from; set top_p 1, top_k 0, or use vllm or torch"
+            )
 
 
 def layout_nodes(config: RunConfig) -> tuple[NodeSpec, ...] | None:
@@ -122,11 +140,17 @@ def fixed_lines(config: RunConfig, workers: int) -> tuple[Line, ...]:
         *(Line(f"actor {stage}", 1, cpu) for stage in STAGES),
         Line("actor EvaluatorWorker", workers, cpu),
         Line("workflow nodes", NODES_A_STEP * steps, cpu),
-        Line("engine student", config.engine.replicas, cpu),
+        _engine_line("engine student", config.engine.replicas, config.engine.launch),
     ]
     served = {alias: teacher for alias, teacher in config.teachers.items() if teacher.has_engine()}
-    lines += [Line(f"engine teacher {alias}", teacher.replicas, cpu) for alias, teacher in served.items()]
+    lines += [_engine_line(f"engine teacher {alias}", teacher.replicas, teacher.launch) for alias, teacher in served.items()]
     return tuple(lines)
+
+
+def _engine_line(who: str, replicas: int, launch: Launch | None) -> Line:
+    if launch is None:
+        return Line(who, replicas, INFRASTRUCTURE_CPU)
+    return Line(f"{who}, launched", replicas, max(INFRASTRUCTURE_CPU, launch.cpus), launch.gpus)
 
 
 def _check_spec(config: RunConfig, spec: EvaluatorSpec, pool: tuple[NodeSpec, ...], from_layout: bool) -> Tokens:
@@ -182,21 +206,45 @@ def _nearness(node: NodeSpec, need: Need) -> tuple[int, float]:
 
 
 def _without(nodes: list[NodeSpec], lines: tuple[Line, ...]) -> list[NodeSpec]:
-    """Nodes minus the fixed demands, one by one, each on the first node that still holds it."""
+    """Nodes minus the fixed demands, one by one, each on the first node that still holds it. A GPU that a part of is taken from
+    is no GPU of the pool."""
     free = [Units.of(0, node.cpu, node.memory_gb).cpu for node in nodes]
+    shares = [dict.fromkeys(node.gpu_ids, 1.0) for node in nodes]
     for line in lines:
         need = Units.of(0, line.cpu, 0).cpu
         for _ in range(line.count):
-            place = next((index for index, cpu in enumerate(free) if cpu >= need), None)
+            fitting = (index for index, cpu in enumerate(free) if cpu >= need and _gpus_for(line.gpu, shares[index]) is not None)
+            place = next(fitting, None)
             if place is None:
-                asked, have = _sum("", lines).cpu, sum(node.cpu for node in nodes)
+                total, have = _sum("", lines), _sum("", [_line(node.node, [node]) for node in nodes])
+                gpus, key = ("GPU", "run.ray.num_cpus or run.ray.num_gpus") if line.gpu else ("", "run.ray.num_cpus")
                 raise AdmissionError(
-                    f"{line.who} asks for {_n(line.cpu)} CPU and no node has it left: the run asks for {_n(asked)} CPU besides its"
-                    f" pool, the machine has {_n(have)}; raise run.ray.num_cpus"
+                    f"{line.who} asks for {_of(line, gpus)} and no node has it left: the run asks for {_of(total, gpus)} besides"
+                    f" its pool, the machine has {_of(have, gpus)}; raise {key}"
                 )
             free[place] -= need
-    pairs = zip(nodes, free, strict=True)
-    return [NodeSpec(node.node, node.gpu_ids, cpu / CPU_UNIT, node.memory_gb) for node, cpu in pairs]
+            for gpu in _gpus_for(line.gpu, shares[place]):
+                shares[place][gpu] -= min(line.gpu, 1.0)
+    rest = zip(nodes, free, shares, strict=True)
+    return [
+        NodeSpec(node.node, tuple(gpu for gpu, share in gpus.items() if share == 1.0), cpu / CPU_UNIT, node.memory_gb)
+        for node, cpu, gpus in rest
+    ]
+
+
+def _of(line: Line, gpus: str) -> str:
+    return f"{_n(line.cpu)} CPU" + (f" and {_n(line.gpu)} {gpus}" if gpus else "")
+
+
+def _gpus_for(amount: float, shares: dict[int, float]) -> list[int] | None:
+    """Whole GPUs, or the fullest one that still holds a fraction, as Ray packs them; None: not on this node."""
+    if amount == 0:
+        return []
+    if amount >= 1:
+        whole = [gpu for gpu, share in shares.items() if share == 1.0]
+        return whole[: int(amount)] if len(whole) >= amount else None
+    holding = [gpu for gpu, share in shares.items() if round(share - amount, 6) >= 0]
+    return [min(holding, key=lambda gpu: shares[gpu])] if holding else None
 
 
 def _place_layout(left: list[NodeSpec], layout: tuple[NodeSpec, ...]) -> list[NodeSpec]:

@@ -139,3 +139,25 @@ def test_loading_is_light():
     )
     seconds = min(float(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout) for _ in range(3))
     assert seconds < 0.5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("engine.kind=vllm", "engine 'vllm' needs exactly one of url and launch; got neither"),
+        ("engine.url=http://host", "url is for the engines openai, vllm, sglang; the engine is 'torch'"),
+        ("engine={kind: openai, launch: {python: p}}", "cannot be launched"),
+        ("engine={kind: vllm, url: host}", "does not start with http"),
+        ("engine={kind: vllm, url: 'http://host', served_model: x}", "served_model is for the engine openai"),
+        ("teachers.t={engine: openai, url: 'http://host', architecture: {}}", "needs `path`"),
+    ],
+)
+def test_a_server_that_does_not_fit_its_engine_is_refused(tmp_path, override, message):
+    assert message in refusal(write(tmp_path), override)
+
+
+def test_a_launched_engine_is_one_line_and_its_interpreter_lies_beside_the_file(tmp_path):
+    engine = load(write(tmp_path), ["engine={kind: vllm, launch: {python: env/bin/python}}"]).config.engine
+    assert engine.launch.python == tmp_path / "env/bin/python"
+    engine = load(write(tmp_path), ["engine={kind: sglang, url: ['http://a:1', 'http://b:1']}"]).config.engine
+    assert engine.urls == ("http://a:1", "http://b:1")

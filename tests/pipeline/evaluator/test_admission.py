@@ -26,7 +26,9 @@ def test_samples_that_ask_for_nothing_are_admitted_on_any_machine(cpus):
 
 @pytest.mark.fault(43)
 def test_a_machine_that_is_too_small_is_refused_with_the_sum():
-    with pytest.raises(AdmissionError, match=r"asks for 0\.2 CPU besides its pool, the machine has 0\.1; raise run\.ray\.num_cpus"):
+    with pytest.raises(
+        AdmissionError, match=r"asks for 0\.2 CPU besides its pool, the machine has 0\.1 CPU; raise run\.ray\.num_cpus"
+    ):
         prove(make_config(), Machine(0.1))
 
 
@@ -115,3 +117,29 @@ def test_a_thing_that_no_node_has_is_refused_with_the_keys_on_both_sides():
         prove(make_config(spec=spec, layout=layout), Machine(8, 0, 8))
     spec["resource"]["concurrency"] = 3
     assert prove(make_config(spec=spec, layout=layout), Machine(8, 0, 8)).tokens["single_turn"].held == 3
+
+
+LAUNCHED = {"kind": "vllm", "launch": {"python": "/env/bin/python", "gpus": 0.4, "cpus": 2}}
+
+
+def test_launched_engines_are_on_the_bill_and_their_gpus_are_not_the_pools():
+    teacher = {"path": "/model", "engine": "sglang", "launch": {"python": "/env/bin/python", "gpus": 0.5}}
+    config = make_config(teachers={"big": teacher}, algorithm={"name": "opd"}, engine=LAUNCHED | {"replicas": 2})
+    proof = prove(config, Machine(8, 3, 8))
+    asked = {line.who: (line.count, line.cpu, line.gpu) for line in proof.lines}
+    assert asked["engine student, launched"] == (2, 2, 0.4) and asked["engine teacher big, launched"] == (1, 0.01, 0.5)
+    assert proof.pool[0].gpu_ids == (2,)  # two replicas share the first, the teacher stands on the second
+
+
+def test_engines_that_no_gpu_is_left_for_are_refused_with_the_sum():
+    with pytest.raises(AdmissionError, match=r"0.4 GPU and no node has it left.*asks for 6.* and 1.2 GPU.*has 8 CPU and 1 GPU"):
+        prove(make_config(engine=LAUNCHED | {"replicas": 3}), Machine(8, 1, 8))
+
+
+def test_a_student_whose_engine_takes_no_weights_or_gives_other_logprobs_is_refused():
+    with pytest.raises(ConfigError, match="takes no new weights"):
+        prove(make_config(engine={"kind": "openai", "url": "http://host"}), Machine(4))
+    sglang = {"kind": "sglang", "url": ["http://a", "http://b"]}
+    prove(make_config(engine=sglang), Machine(4))
+    with pytest.raises(ConfigError, match=r"top_p 0\.9.*uncut"):
+        prove(make_config(engine=sglang, rollout={"sampling": {"top_p": 0.9}}), Machine(4))
