@@ -1,0 +1,172 @@
+"""SGLang behind the protocol of `engine_server`. Run with the interpreter of an environment that has SGLang.
+
+python sglang_server.py --model FOLDER --max-context N [--engine-args '{"mem_fraction_static": 0.5}']
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import types
+import uuid
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from engine_server import Json, Refused, arguments, serve
+
+KERNELS = "sgl_kernel"
+"""SGLang's kernels for GPUs: their modules are imported everywhere, also where nothing calls them."""
+CPU_TOKENS = 1 << 16
+
+
+def on_cpu() -> bool:
+    """True without the kernels for GPUs."""
+    try:
+        version("sglang-kernel")
+    except PackageNotFoundError:
+        return True
+    return False
+
+
+class NoKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Lets `from sgl_kernel... import name` pass on a machine without them; a kernel that is called says so."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] != KERNELS:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return types.ModuleType(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__getattr__ = lambda name: Absent(f"{module.__name__}.{name}") if not name.startswith("__") else _no(name)
+
+
+class Absent:
+    """What is named in such a module: a kernel, or a type that has its own members."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Absent:
+        return Absent(f"{self._name}.{name}") if not name.startswith("__") else _no(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{self._name} needs a GPU")
+
+
+def _no(name: str) -> Any:
+    raise AttributeError(name)
+
+
+def prepare_cpu() -> None:
+    """In this process and in those that SGLang starts from it, before anything of SGLang is imported."""
+    import torch
+
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    sys.meta_path.append(NoKernels())
+    for name in ("nms", "qnms"):  # a torchvision whose operators are not built for this torch asks for these two when imported
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+class Sglang:
+    """Implements engine_server.Backend."""
+
+    name = "sglang"
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import sglang
+
+        settings: dict[str, Any] = {
+            "model_path": args.model,
+            "dtype": args.dtype,
+            "context_length": args.max_context + 1,  # a row to score may fill the context
+            "max_running_requests": args.slots,
+            "skip_tokenizer_init": True,
+            "log_level": "warning",
+        }
+        if on_cpu():
+            settings |= {
+                "device": "cpu",
+                "attention_backend": "torch_native",
+                "sampling_backend": "pytorch",
+                "grammar_backend": "none",
+                "disable_cuda_graph": True,
+                "disable_overlap_schedule": True,
+                "mem_fraction_static": 0.1,
+                "max_total_tokens": min(CPU_TOKENS, max(4096, args.slots * (args.max_context + 1))),
+            }
+        self.engine_version = sglang.__version__
+        self._engine = sglang.Engine(**settings | args.engine_args)
+        self._manager = self._engine.tokenizer_manager
+        self.vocab_size: int = self._manager.model_config.vocab_size
+
+    async def generate(self, request: Json) -> Json:
+        greedy = request["temperature"] == 0
+        params = {
+            "temperature": request["temperature"],
+            "top_p": 1.0 if greedy else request["top_p"],
+            "top_k": -1 if greedy or not request["top_k"] else request["top_k"],
+            "max_new_tokens": request["max_tokens"],
+            "stop_token_ids": request["stop_ids"],
+            "sampling_seed": request["seed"] % 2**31,
+        }
+        reply = await self._run(request["prompt"], params)
+        reason = (reply["meta_info"]["finish_reason"] or {}).get("type")
+        if reason not in ("stop", "length"):
+            raise RuntimeError(f"SGLang ended a sequence with {reason!r}")
+        pairs = reply["meta_info"]["output_token_logprobs"]
+        token_ids = [token for _, token, *_ in pairs]
+        if token_ids != list(reply["output_ids"]):
+            raise RuntimeError("SGLang's logprobs are of other tokens than it says")
+        return {"token_ids": token_ids, "logprobs": [logprob for logprob, *_ in pairs]}
+
+    async def score(self, token_ids: list[int], start: int, top_k: int) -> Json:
+        params = {"temperature": 1.0, "max_new_tokens": 0}
+        meta = (await self._run(token_ids, params, logprob_start_len=start - 1, top_logprobs_num=top_k))["meta_info"]
+        count = len(token_ids) - start
+        pairs = meta["input_token_logprobs"][-count:]  # the first entry is of the token before, and empty
+        if [token for _, token, *_ in pairs] != token_ids[start:] or any(logprob is None for logprob, *_ in pairs):
+            raise RuntimeError("SGLang's logprobs of the prompt are not of the given tokens")
+        best = meta["input_top_logprobs"][-count:] if top_k else [[]] * count
+        return {
+            "logprobs": [logprob for logprob, *_ in pairs],
+            "topk_ids": [[token for _, token, *_ in entry] for entry in best],
+            "topk_logprobs": [[logprob for logprob, *_ in entry] for entry in best],
+        }
+
+    async def load(self, path: str) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        done, message, *_ = await self._manager.update_weights_from_disk(UpdateWeightFromDiskReqInput(model_path=path))
+        if not done:  # it returns its failures
+            raise RuntimeError(f"SGLang did not take the weights: {message}")
+
+    async def check(self) -> None:
+        """SGLang ends this process when one of its own dies."""
+
+    async def _run(self, prompt: list[int], params: Json, **logprobs: Any) -> Json:
+        """Cancelling it ends the sequence in the engine, too."""
+        ident = uuid.uuid4().hex
+        try:
+            return await self._engine.async_generate(
+                input_ids=prompt, sampling_params=params, return_logprob=True, rid=ident, **logprobs
+            )
+        except asyncio.CancelledError:
+            self._manager.abort_request(rid=ident)
+            raise
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+
+if on_cpu():  # also in SGLang's own processes, which import this program anew
+    prepare_cpu()
+
+if __name__ == "__main__":
+    os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")  # for one token more than the model's context
+    serve(arguments(), Sglang)
