@@ -4,8 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 KILLS  ?= 20
 SEED   ?= 0
+ENGINES ?= .engines
 
-.PHONY: install quickstart test test-all chaos lint clean
+.PHONY: install quickstart test test-all chaos engines lint clean
 
 install: $(VENV)/.installed
 
@@ -26,6 +27,13 @@ test-all: install
 # Kills a run KILLS times at random moments, resumes it, and counts what was lost.
 chaos: install
 	$(BIN)/python -m tests.chaos.killer --kills $(KILLS) --seed $(SEED)
+
+# Environments of vLLM and SGLang for a machine without a GPU (6 GB), and the tests of both for real.
+engines: install $(ENGINES)/vllm/.installed $(ENGINES)/sglang/.installed
+	$(BIN)/pytest -q tests/engines --engines $(ENGINES) --must-have vllm,sglang
+
+$(ENGINES)/%/.installed: requirements/engine-%.txt requirements/environment.sh
+	PYTHON=$(PYTHON) bash requirements/environment.sh $* $(ENGINES)/$*
 
 lint: install
 	$(BIN)/ruff check .

@@ -118,9 +118,8 @@ class TorchModel:
         return [_scored(row, signal, [piece[index].numpy() for piece in pieces]) for index, row in enumerate(rows)]
 
     def _hidden(self, ids_bt: Tensor, positions_bt: Tensor, mask: Tensor) -> Tensor:
-        return self._model.model(
-            input_ids=ids_bt, position_ids=positions_bt, attention_mask=mask, cache=self._cache, use_cache=True
-        ).last_hidden_state
+        # By position: the cache's name changed in transformers 5.20, its place did not.
+        return self._model.model(ids_bt, mask, positions_bt, self._cache, use_cache=True).last_hidden_state
 
     def _head(self, hidden: Tensor) -> Tensor:
         return self._model.lm_head(hidden)
