@@ -16,6 +16,7 @@ class Name(StrEnum):
     teacher = "teacher"
     buffer = "buffer"
     rollout = "rollout"
+    engine = "engine"
 
 
 ConfigOption = Annotated[
@@ -30,18 +31,24 @@ ShapeOption = Annotated[
     str | None,
     typer.Option("--shape", help="teacher: time only the calls of a random model: 1.7b, 135m or tiny.", show_default=False),
 ]
+EnginesOption = Annotated[
+    Path, typer.Option("--engines", help="engine: folder of the engines' environments, as `make engines` makes them.")
+]
 DeviceOption = Annotated[str, typer.Option("--device", help="Where the random model runs: cpu or cuda.")]
 
 
 def register(app: typer.Typer) -> None:
-    app.command("bench", help="Measure the scheduler, the teacher stage, the buffer, or whole rollouts on this machine.")(bench)
+    app.command(
+        "bench", help="Measure the scheduler, the teacher stage, the buffer, whole rollouts, or the engines on this machine."
+    )(bench)
 
 
 def bench(
-    name: Annotated[Name, typer.Argument(metavar="NAME", help="scheduler, teacher, buffer or rollout.")],
+    name: Annotated[Name, typer.Argument(metavar="NAME", help="scheduler, teacher, buffer, rollout or engine.")],
     config: ConfigOption = None,
     shape: ShapeOption = None,
     device: DeviceOption = "cpu",
+    engines: EnginesOption = Path(".engines"),
     runs_dir: RunsDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -55,6 +62,8 @@ def bench(
     root = run_root(runs_dir)
     if name is Name.scheduler:
         found = _scheduler()
+    elif name is Name.engine:
+        found = _engine(engines)
     elif name is Name.buffer:
         found = _buffer(root)
     elif name is Name.rollout:
@@ -76,6 +85,12 @@ def _scheduler() -> dict[str, Any]:
     from pipeline.bench.scheduler import figures
 
     return {"figures": figures(), "notes": []}
+
+
+def _engine(engines: Path) -> dict[str, Any]:
+    from pipeline.bench.engine import figures
+
+    return figures(engines)
 
 
 def _rollout(config: Path, root: Path) -> dict[str, Any]:
