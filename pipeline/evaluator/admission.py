@@ -77,6 +77,7 @@ class Proof:
 def prove(config: RunConfig, machine: Machine) -> Proof:
     """Raises AdmissionError (a demand that can never be met) or ConfigError (a layout that says too little)."""
     check_student_engine(config)
+    check_interpreters(config)
     specs = specs_from_config(config)
     nodes = list(machine.by_node())
     layout = layout_nodes(config)
@@ -106,6 +107,14 @@ def check_student_engine(config: RunConfig) -> None:
                 f"datasets.{name}: sampling top_p {sampling.top_p:g}, top_k {sampling.top_k}: engine.kind 'sglang' gives"
                 " logprobs of the uncut distribution, which are not those sampled from; set top_p 1, top_k 0, or use vllm or torch"
             )
+
+
+def check_interpreters(config: RunConfig) -> None:
+    """Raises ConfigError for a launched engine whose environment is not there."""
+    launched = {"engine": config.engine.launch} | {f"teachers.{name}": each.launch for name, each in config.teachers.items()}
+    for key, launch in launched.items():
+        if launch is not None and not launch.python.is_file():
+            raise ConfigError(f"{key}.launch.python {launch.python}: no such interpreter; `make engines` makes environments")
 
 
 def layout_nodes(config: RunConfig) -> tuple[NodeSpec, ...] | None:

@@ -25,6 +25,8 @@ from pipeline.errors import RowRefused
 from pipeline.records import Sampling
 from tests.engines.conftest import FACTS, PARITY
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("versions")]
+
 BOUND = 1e-4
 SWAPS = 20
 MAX_CONTEXT = 48

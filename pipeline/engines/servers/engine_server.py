@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 import uuid
@@ -24,6 +25,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 OK, CONFLICT, REFUSED, FAILED = 200, 409, 422, 500
+CHECK_S = 1.0
 Json = dict[str, Any]
 
 
@@ -259,4 +261,17 @@ def serve(args: argparse.Namespace, open_backend: Callable[[argparse.Namespace],
         aside.write_text(f"http://{args.host}:{listener.getsockname()[1]}")
         os.replace(aside, args.address_file)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_keep_alive=600))
+    watch = loop.create_task(end_when_dead(backend))
     loop.run_until_complete(server.serve(sockets=[listener]))
+    watch.cancel()
+
+
+async def end_when_dead(backend: Backend) -> None:
+    """Whoever looks after this process sees it end: a server without its engine answers nobody."""
+    while True:
+        await asyncio.sleep(CHECK_S)
+        try:
+            await backend.check()
+        except Exception:
+            logging.getLogger("engine_server").exception("the engine is dead: this process ends")
+            os._exit(1)

@@ -15,14 +15,16 @@ WORDS = ["sun", "moon", "tree", "stone", "river", "cloud", "Bird", "fox"]
 TEXTS = [((("user", f"Spell this word backward: {word}"),), word[::-1]) for word in WORDS]
 
 
-def make_model(folder: Path, *, seed: int = 0, kv_heads: int = 4, tie: bool = False, rows: int | None = None) -> LlamaForCausalLM:
+def make_model(
+    folder: Path, *, seed: int = 0, kv_heads: int = 4, tie: bool = False, rows: int | None = None, hidden: int = 32
+) -> LlamaForCausalLM:
     """Random weights wide enough that distributions are far from flat. rows: of the output matrix, at least the vocabulary."""
     build_tokenizer(TEXTS, folder)
     renderer = ChatRenderer.load(folder)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=rows or renderer.vocab_size,
-        hidden_size=32,
+        hidden_size=hidden,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,

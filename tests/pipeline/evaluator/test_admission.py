@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 
@@ -119,16 +120,21 @@ def test_a_thing_that_no_node_has_is_refused_with_the_keys_on_both_sides():
     assert prove(make_config(spec=spec, layout=layout), Machine(8, 0, 8)).tokens["single_turn"].held == 3
 
 
-LAUNCHED = {"kind": "vllm", "launch": {"python": "/env/bin/python", "gpus": 0.4, "cpus": 2}}
+LAUNCHED = {"kind": "vllm", "launch": {"python": sys.executable, "gpus": 0.4, "cpus": 2}}
 
 
 def test_launched_engines_are_on_the_bill_and_their_gpus_are_not_the_pools():
-    teacher = {"path": "/model", "engine": "sglang", "launch": {"python": "/env/bin/python", "gpus": 0.5}}
+    teacher = {"path": "/model", "engine": "sglang", "launch": {"python": sys.executable, "gpus": 0.5}}
     config = make_config(teachers={"big": teacher}, algorithm={"name": "opd"}, engine=LAUNCHED | {"replicas": 2})
     proof = prove(config, Machine(8, 3, 8))
     asked = {line.who: (line.count, line.cpu, line.gpu) for line in proof.lines}
     assert asked["engine student, launched"] == (2, 2, 0.4) and asked["engine teacher big, launched"] == (1, 0.01, 0.5)
     assert proof.pool[0].gpu_ids == (2,)  # two replicas share the first, the teacher stands on the second
+
+
+def test_an_environment_that_is_not_there_is_refused_by_its_key():
+    with pytest.raises(ConfigError, match=r"engine\.launch\.python /nowhere/python: no such interpreter"):
+        prove(make_config(engine={"kind": "vllm", "launch": {"python": "/nowhere/python"}}), Machine(4))
 
 
 def test_engines_that_no_gpu_is_left_for_are_refused_with_the_sum():
