@@ -82,7 +82,7 @@ class ToyWorker:
         with self._played(task, indices, attempt):
             while (newest := self._weights.latest()) is None or newest.version < context.min_version:
                 await asyncio.sleep(0.5)
-            await asyncio.sleep(self._seconds())
+            await asyncio.sleep(self._seconds() * (10 if task.ordinal in self.scenario.slow else 1))
         return [make_sample(self.scenario, task, index, attempt.failures, context.min_version) for index in indices]
 
 

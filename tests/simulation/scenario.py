@@ -37,6 +37,8 @@ class Scenario:
     """Ordinals whose samples all have the same reward; with `filters.zero_advantage` they are dropped."""
     large: frozenset[int] = frozenset()
     """Ordinals whose rows are too large for the database: they go to a segment."""
+    slow: frozenset[int] = frozenset()
+    """Ordinals whose samples take ten times as long."""
     exact: bool = True
     """Without faults from outside the same ordinals are trained in the same order, whatever the timing."""
 
@@ -81,7 +83,7 @@ def _config(scenario: Scenario) -> RunConfig:
 
 SCENARIOS: tuple[Scenario, ...] = (
     Scenario("plain"),
-    Scenario("plain, long", steps=5, keep_groups=1),
+    Scenario("stragglers", steps=5, keep_groups=1, slow=frozenset({3, 9})),
     Scenario("no teacher", teacher=False, staleness=0),
     Scenario("rare checkpoints", steps=5, save_every=2),
     Scenario("one checkpoint", steps=4, save_every=5, keep_groups=None, staleness=2),
@@ -93,6 +95,6 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("bad data, replaced", bad=frozenset({1, 4}), steps=3, exact=False),
     Scenario("bad data, replaced one at a time", bad=frozenset({1, 5}), staleness=0),
     Scenario("filtered", filtered=frozenset({0, 3}), exact=False, teacher=False),
-    Scenario("ready first", sampler="ready_first", exact=False, steps=4, staleness=2),
+    Scenario("ready first", sampler="ready_first", exact=False, steps=4, staleness=2, slow=frozenset({0, 3})),
     Scenario("windowed", sampler="windowed", exact=False, steps=4, save_every=2),
 )
