@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from pipeline.service.arguments import Settings, parse_arguments, settle
 from pipeline.service.runs import Runs
 
 GRACE_S = 5.0
+POLL_S = 0.1
 
 
 def build(given: dict[str, Any]) -> Any:
@@ -55,10 +57,11 @@ def own_cluster(settings: Settings) -> Callable[[], None]:
         lock.acquire()
     except Locked as error:
         raise Locked(f"another service works in {settings.runs.runs}: {error}") from None
-    left = cluster.end(lock.leftovers(), GRACE_S)
+    leftovers = lock.leftovers()
+    left = cluster.end(leftovers, GRACE_S)
     if left:
         raise Locked(f"processes of the last service do not end: {[process.pid for process in left]}; end them by hand")
-    _check_port(settings)
+    _check_port(settings, GRACE_S if leftovers else 0.0)
     if settings.config.run.ray.address is not None:
         raise UserError(f"run.ray.address {settings.config.run.ray.address!r}: the service starts a Ray of its own; leave it out")
     warnings.filterwarnings("ignore", module="ray")
@@ -75,10 +78,20 @@ def own_cluster(settings: Settings) -> Callable[[], None]:
     return stop
 
 
-def _check_port(settings: Settings) -> None:
+def _check_port(settings: Settings, patience_s: float) -> None:
+    """patience_s: for the proxy of a service that was just ended, which goes a moment after its Ray."""
+    deadline = time.monotonic() + patience_s
+    while (fault := _port_fault(settings)) is not None:
+        if time.monotonic() >= deadline:
+            raise UserError(f"{settings.host} port {settings.port}: {fault}; choose another port=")
+        time.sleep(POLL_S)
+
+
+def _port_fault(settings: Settings) -> str | None:
     with socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((settings.host, settings.port))
         except OSError as error:
-            raise UserError(f"{settings.host} port {settings.port}: {error.strerror}; choose another port=") from None
+            return error.strerror
+    return None
