@@ -67,7 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The same architecture three times, with other weights each time."""
     folders = [tmp_path_factory.mktemp(f"model{seed}") for seed in range(3)]
     for seed, folder in enumerate(folders):
-        make_model(folder, seed=seed, kv_heads=2, hidden=128)  # heads of 32: smaller ones vLLM does not do without a GPU
+        make_model(folder, seed=seed, kv_heads=2, hidden=128, std=0.1)  # heads of 32: smaller ones vLLM does not do without a GPU
     return folders
 
 

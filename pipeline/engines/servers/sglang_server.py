@@ -21,6 +21,7 @@ from engine_server import Json, Refused, arguments, serve
 KERNELS = "sgl_kernel"
 """SGLang's kernels for GPUs: their modules are imported everywhere, also where nothing calls them."""
 CPU_TOKENS = 1 << 16
+IDLE_S = 10.0
 
 
 def on_cpu() -> bool:
@@ -98,6 +99,7 @@ class Sglang:
                 "grammar_backend": "none",
                 "disable_cuda_graph": True,
                 "disable_overlap_schedule": True,
+                "sleep_on_idle": True,
                 "mem_fraction_static": 0.1,
                 "max_total_tokens": min(CPU_TOKENS, max(4096, args.slots * (args.max_context + 1))),
             }
@@ -131,7 +133,9 @@ class Sglang:
         meta = (await self._run(token_ids, params, logprob_start_len=start - 1, top_logprobs_num=top_k))["meta_info"]
         count = len(token_ids) - start
         pairs = meta["input_token_logprobs"][-count:]  # the first entry is of the token before, and empty
-        if [token for _, token, *_ in pairs] != token_ids[start:] or any(logprob is None for logprob, *_ in pairs):
+        # SGLang writes 0 for the last id of the vocabulary and for those above, though the logprob is of the given token.
+        shown = [token if token < self.vocab_size - 1 else 0 for token in token_ids[start:]]
+        if [token for _, token, *_ in pairs] != shown or any(logprob is None for logprob, *_ in pairs):
             raise RuntimeError("SGLang's logprobs of the prompt are not of the given tokens")
         best = meta["input_top_logprobs"][-count:] if top_k else [[]] * count
         return {
@@ -143,6 +147,9 @@ class Sglang:
     async def load(self, path: str) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
+        idle = await self._manager.flush_cache(timeout_s=IDLE_S)  # its last batch outlives the last answer for a moment
+        if not idle.success:
+            raise RuntimeError(f"SGLang was not idle within {IDLE_S:.0f} s: {idle.message}")
         done, message, *_ = await self._manager.update_weights_from_disk(UpdateWeightFromDiskReqInput(model_path=path))
         if not done:  # it returns its failures
             raise RuntimeError(f"SGLang did not take the weights: {message}")

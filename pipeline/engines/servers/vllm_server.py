@@ -6,9 +6,12 @@ python vllm_server.py --model FOLDER --max-context N [--engine-args '{"gpu_memor
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import sys
 import uuid
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from engine_server import Json, Refused, arguments, serve
@@ -27,6 +30,17 @@ def on_cpu() -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+def check_heads(model: str) -> None:
+    """Ends this program for a model that vLLM would load on a CPU and then fail to run."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config = json.loads((Path(model) / "config.json").read_text())
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:
+        sys.exit(f"vLLM without a GPU runs models with heads of {', '.join(map(str, sizes))}; this one has heads of {size}")
 
 
 class Vllm:
@@ -49,6 +63,7 @@ class Vllm:
             "max_logprobs": -1,
         }
         if on_cpu():
+            check_heads(args.model)
             settings |= {"enforce_eager": True, "gpu_memory_utilization": 0.1, "distributed_executor_backend": "uni"}
         self.engine_version = vllm.__version__
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings | args.engine_args), start_engine_loop=True)

@@ -16,7 +16,14 @@ TEXTS = [((("user", f"Spell this word backward: {word}"),), word[::-1]) for word
 
 
 def make_model(
-    folder: Path, *, seed: int = 0, kv_heads: int = 4, tie: bool = False, rows: int | None = None, hidden: int = 32
+    folder: Path,
+    *,
+    seed: int = 0,
+    kv_heads: int = 4,
+    tie: bool = False,
+    rows: int | None = None,
+    hidden: int = 32,
+    std: float = 0.3,
 ) -> LlamaForCausalLM:
     """Random weights wide enough that distributions are far from flat. rows: of the output matrix, at least the vocabulary."""
     build_tokenizer(TEXTS, folder)
@@ -30,7 +37,7 @@ def make_model(
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
         max_position_embeddings=48,
-        initializer_range=0.3,
+        initializer_range=std,
         tie_word_embeddings=tie,
         bos_token_id=1,
         eos_token_id=renderer.eos_token_id,
