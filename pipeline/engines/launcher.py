@@ -1,7 +1,7 @@
 """A server in an environment of its own, started, restarted and ended by whoever uses it.
 
-Invariant: the server lives no longer than this process, however it ends, and after MAX_RESTARTS starts without an answer in between
-it is given up with the end of its log.
+Invariant: the server lives no longer than this process, however it ends, and one that does not get ready again and again is given
+up with the end of its log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from pipeline.config.models import Launch
 from pipeline.errors import EngineError
 
 SERVERS = Path(__file__).parent / "servers"
-MAX_RESTARTS = 3
+FIRST_STARTS = 2
+"""In vain, of a server that was never ready: what is wrong with it will not pass."""
+RESTARTS = 4
+"""In vain, of a server that was ready before."""
 POLL_S = 0.1
 LOG_LINES = 5
 PROBE_S = 5.0
@@ -71,11 +74,13 @@ class Launcher:
         self._folder.cleanup()
 
     def _keep_running(self) -> None:
-        unready = 0
+        unready, bound = 0, FIRST_STARTS
         while not self._ended.is_set():
-            ready = self._run_once()
-            unready = 0 if ready else unready + 1
-            if unready > MAX_RESTARTS and not self._ended.is_set():
+            if self._run_once():
+                unready, bound = 0, RESTARTS
+            else:
+                unready += 1
+            if unready >= bound and not self._ended.is_set():
                 self._failure = f"server {self.name} did not get ready in {unready} starts: {self._end_of_log()}"
                 return
 

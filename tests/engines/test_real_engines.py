@@ -153,6 +153,7 @@ async def test_swaps(request: pytest.FixtureRequest, kind: str, server: Launcher
     assert max(generated, scored) < BOUND
 
 
+@pytest.mark.fault(31)
 async def test_swaps_while_requests_run(
     request: pytest.FixtureRequest, kind: str, server: Launcher, models: list[Path], tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from pipeline.config.models import Launch
-from pipeline.engines.launcher import MAX_RESTARTS, Launcher
+from pipeline.engines.launcher import FIRST_STARTS, Launcher
 from pipeline.errors import EngineError
 
 SERVER = """
@@ -124,7 +124,7 @@ def test_a_server_outlives_neither_its_owner_nor_its_guard(tmp_path: Path, victi
 
 def test_a_server_that_never_starts_is_given_up_with_the_end_of_its_log(start: Start) -> None:
     launcher = start("raise SystemExit('no such model')")
-    with pytest.raises(EngineError, match=f"{MAX_RESTARTS + 1} starts.*no such model"):
+    with pytest.raises(EngineError, match=f"{FIRST_STARTS} starts.*no such model"):
         launcher.wait_ready()
 
 

@@ -164,6 +164,7 @@ async def test_a_teacher_has_its_own_folder_loaded_into_a_server_that_exists(fol
     await plain.close()
 
 
+@pytest.mark.fault(31)
 async def test_new_weights_wait_for_running_calls_and_no_call_mixes_versions(folder: Path, other: Path, tmp_path: Path) -> None:
     weights = WeightStore(tmp_path / "weights")
     publish(weights, 1, folder)
@@ -195,6 +196,7 @@ async def test_new_weights_wait_for_running_calls_and_no_call_mixes_versions(fol
         await each.close()
 
 
+@pytest.mark.fault(31)
 async def test_abort_starts_running_calls_again_on_the_new_weights(folder: Path, other: Path, tmp_path: Path) -> None:
     weights = WeightStore(tmp_path / "weights")
     publish(weights, 1, folder)
