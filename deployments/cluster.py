@@ -33,6 +33,7 @@ SYSTEM = {
 }
 """Nothing is reported home, and every port is on loopback. A replica that answers a killed caller hangs for no longer than the last
 one says: its event loop waits for that caller to come back, and Ray's own 60 s would hold up everyone else that it serves."""
+SERVICES = ("gcs_server", "raylet")
 POLL_S = 0.05
 
 
@@ -82,6 +83,11 @@ class PrivateCluster:
 
     def processes(self) -> list[ProcessId]:
         return processes()
+
+    def services(self) -> dict[str, ProcessId]:
+        """What Ray does not replace when it ends: name -> process."""
+        found = {child.name(): ProcessId.of(child.pid) for child in psutil.Process().children()}
+        return {name: process for name in SERVICES if (process := found.get(name)) is not None}
 
     def stop(self) -> None:
         stop(self._paths)

@@ -82,6 +82,10 @@ class JoinedCluster:
         """None of the cluster's processes is this run's to end by pid."""
         return []
 
+    def services(self) -> dict:
+        """Nor to watch: they may be on other machines."""
+        return {}
+
     def stop(self) -> None:
         if not ray.is_initialized():
             return

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pipeline.buffer.lock import ProcessId
 from pipeline.errors import StageFailed
 
 POLL_S = 1.0
@@ -50,6 +51,20 @@ class RestartWatch:
                     f"restarted {self._restarts[stage]} times without progress (run.max_actor_restarts {self._most}); "
                     f"its log is log/{stage}.log",
                 )
+
+
+class ClusterWatch:
+    """Fails the run as soon as a process has ended without which Ray is lost: calls would wait for their deadlines instead."""
+
+    def __init__(self, services: Mapping[str, ProcessId]) -> None:
+        self._services = services
+
+    async def run(self) -> NoReturn:
+        while True:
+            for name, process in self._services.items():
+                if not process.alive():
+                    raise StageFailed("ray", f"its {name} (pid {process.pid}) has ended; `rollout resume` goes on")
+            await asyncio.sleep(POLL_S)
 
 
 class NodeCounter:

@@ -33,7 +33,7 @@ from pipeline.paths import RunPaths
 from pipeline.pumps import Pump, PumpKind, supervise
 from pipeline.sandboxes.leases import default_root, reap
 from pipeline.watchdog import StallWatchdog
-from workflows.monitors import NodeCounter, RestartWatch
+from workflows.monitors import ClusterWatch, NodeCounter, RestartWatch
 from workflows.screen import own_lines_only
 from workflows.storage import storage_uri
 from workflows.windows import cancel_windows, end_of_data, run_windows
@@ -125,12 +125,18 @@ class Driver:
         buffer = RemoteStage(self.paths.run_id, "replay_buffer")
         observer = Observer(self.paths, buffer, self.config, started_at=self.started_at)
         launch = Launch(self.paths, self.config, nodes)
+        ray_alive = ClusterWatch(self._cluster.services()).run
         try:
             await supervise(
-                [Pump("start", PumpKind.TERMINAL, launch.start), Pump("signals", PumpKind.MONITOR, self._watch_signals)]
+                [
+                    Pump("start", PumpKind.TERMINAL, launch.start),
+                    Pump("signals", PumpKind.MONITOR, self._watch_signals),
+                    Pump("cluster", PumpKind.MONITOR, ray_alive),
+                ]
             )
             await buffer.set_run("running")
-            await supervise(self._pumps(buffer, observer, launch, facts, storage))
+            watch = Pump("cluster", PumpKind.MONITOR, ray_alive)
+            await supervise([watch, *self._pumps(buffer, observer, launch, facts, storage)])
             return await self._finished(buffer, observer)
         except Interrupted as stop:
             await self._stop_gracefully()

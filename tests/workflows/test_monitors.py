@@ -1,9 +1,12 @@
+import asyncio
 import json
+import subprocess
 
 import pytest
 
+from pipeline.buffer.lock import ProcessId
 from pipeline.errors import StageFailed
-from workflows.monitors import NodeCounter, RestartWatch
+from workflows.monitors import ClusterWatch, NodeCounter, RestartWatch
 
 
 def status(pid: int, *, written: int = 0, trained: int = 0, step: int = 0, pending: int = 4) -> dict:
@@ -52,6 +55,23 @@ async def test_it_looks_until_it_fails():
     restarts = RestartWatch(next_status, 1)
     with pytest.raises(StageFailed):
         await restarts.run()
+
+
+@pytest.fixture
+def service():
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+async def test_a_lost_ray_fails_the_run_and_names_the_process(service):
+    watching = asyncio.ensure_future(ClusterWatch({"raylet": ProcessId.of(service.pid)}).run())
+    await asyncio.sleep(0.1)
+    assert not watching.done()
+    service.kill()
+    with pytest.raises(StageFailed, match=rf"stage ray: its raylet \(pid {service.pid}\) has ended; `rollout resume` goes on"):
+        await asyncio.wait_for(watching, 5)
 
 
 def line(node: str, event: str) -> str:
