@@ -14,7 +14,8 @@ from pipeline.config.loading import flatten
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 
-_FREE = ("layout", "observe", "run.ray", "engine.url", "engine.urls", "engine.launch")
+_FREE = ("layout", "observe", "run.ray", "engine.url", "engine.launch")
+_FREE_OF_TEACHERS = ("url", "launch")
 _RETENTION = ("trainer.keep_checkpoints", "buffer.keep_groups")
 _TIME_OUTS = (
     "run.stop_grace_s",
@@ -56,5 +57,8 @@ def _allowed(key: str, old: Any, new: Any) -> bool:
     if key == "trainer.steps":
         return new is not None and new > old
     if any(key == free or key.startswith(f"{free}.") for free in _FREE):
+        return True
+    parts = key.split(".")
+    if parts[0] == "teachers" and len(parts) > 2 and parts[2] in _FREE_OF_TEACHERS:
         return True
     return key in _RETENTION or key in _TIME_OUTS or key.endswith("_timeout_s")

@@ -48,3 +48,14 @@ def test_anything_else_is_refused_with_the_difference(parts, line):
 
 def test_equal_configurations_have_no_difference():
     assert changed(config(), config()) == []
+
+
+def test_a_resume_may_find_its_engines_elsewhere():
+    def served(**where):
+        return config(engine={"kind": "vllm", **where}, teachers={"t": {"path": "/model", "engine": "sglang", **where}})
+
+    differences = changed(served(url="http://a"), served(launch={"python": "/env/bin/python", "gpus": 0.5}))
+    assert {key.split(".")[-1] for key in (difference.key for difference in differences)} >= {"url", "python", "gpus"}
+    refuse(differences, "r")
+    with pytest.raises(ConfigError, match="engine.kind: 'torch' -> 'vllm'"):
+        refuse(changed(config(), config(engine={"kind": "vllm", "url": "http://a"})), "r")
