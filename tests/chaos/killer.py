@@ -25,7 +25,7 @@ from tests.chaos.witnesses import Verdict, first_after, judge
 from tests.e2e.program import Command, Program, program, status
 
 CONFIG = Path(__file__).with_name("chaos.yaml")
-STEPS, TASKS = 14, 4
+STEPS, TASKS = 20, 4
 LIFE_S = 20.0
 """About as long as an undisturbed command lives; kills are uniform over it."""
 END_S = 180.0
