@@ -21,6 +21,8 @@ from pipeline.service.runs import Runs
 
 GRACE_S = 5.0
 POLL_S = 0.1
+KEEP_ALIVE_S = 75
+"""Longer than clients keep an idle connection, so that none is closed under a request."""
 
 
 def build(given: dict[str, Any]) -> Any:
@@ -40,8 +42,9 @@ def build(given: dict[str, Any]) -> Any:
     if not ray.is_initialized():
         atexit.register(own_cluster(settings))
     if settings.resume is not None:
-        Runs(settings.runs, Path(settings.code[0]), launch).resume(settings.resume)
-    serve.start(http_options={"host": settings.host, "port": settings.port, "location": "EveryNode"})
+        Runs(settings.runs, settings.configs, launch).resume(settings.resume)
+    address = {"host": settings.host, "port": settings.port}
+    serve.start(http_options=address | {"location": "EveryNode", "keep_alive_timeout_s": KEEP_ALIVE_S})
     models = ModelsReplica.options(num_replicas=settings.config.engine.replicas).bind(settings)
     return service_deployment(settings).bind(models, Evaluations.bind(settings))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import time
 from typing import Any
 
 from fastapi import FastAPI
@@ -23,6 +23,7 @@ from pipeline.service.runs import Runs
 
 MAX_BODY_BYTES = 8 << 20
 MAX_IN_FLIGHT = 256
+OPENED_S = 1.0
 CANCEL_S = 90.0
 
 
@@ -32,10 +33,17 @@ class RemoteBackend:
     def __init__(self, app: str, settings: Settings) -> None:
         self._app, self._deadline_s = app, settings.config.engine.call_timeout_s
         self._models = RemoteDeployment(app, MODELS_DEPLOYMENT, self._deadline_s)
+        self._opened: dict[str, tuple[float, Opened]] = {}
 
     async def open(self, name: str) -> Opened:
-        model, info = await self._models.repeat("open", name)
-        return Opened(model, info, RemoteEngine(self._app, MODELS_DEPLOYMENT, self._deadline_s, model))
+        """Asked anew after OPENED_S: a request is then one call of the engine, and not two."""
+        now = time.monotonic()
+        self._opened = {known: entry for known, entry in self._opened.items() if now - entry[0] < OPENED_S}
+        if name not in self._opened:
+            model, info = await self._models.repeat("open", name)
+            engine = RemoteEngine(self._app, MODELS_DEPLOYMENT, self._deadline_s, model)
+            self._opened[name] = (time.monotonic(), Opened(model, info, engine))
+        return self._opened[name][1]
 
     async def listed(self) -> list[Model]:
         return await self._models.repeat("listed")
@@ -77,7 +85,7 @@ def service_deployment(settings: Settings) -> Any:
         backend = RemoteBackend(app, settings)
         front = Front(backend, settings.config.engine.call_timeout_s, MAX_IN_FLIGHT)
         rules = GateRules(settings.loopback, settings.token_sha256, MAX_BODY_BYTES)
-        runs = Runs(settings.runs, Path(settings.code[0]), launch)
+        runs = Runs(settings.runs, settings.configs, launch)
         return make_api(backend, RemoteEvaluating(app), front, runs, rules, settings.runs.evaluations)
 
     return serve.deployment(**OPTIONS | {"name": SERVICE_DEPLOYMENT})(serve.ingress(routes)())

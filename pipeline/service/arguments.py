@@ -51,6 +51,8 @@ class Settings:
     config: RunConfig
     code: tuple[str, ...]
     """Folders from which the configuration's own modules are imported."""
+    configs: Path
+    """The folder whose configurations can be run by name."""
     runs: SharedPaths
     run: RunPaths | None
     resume: str | None
@@ -78,14 +80,18 @@ def settle(arguments: ServeArguments, environment: Mapping[str, str] = os.enviro
     root = run_root(arguments.runs_dir, environment)
     resumed = find_run(root, arguments.resume) if arguments.resume is not None else None
     run = find_run(root, arguments.run_id) if arguments.run_id is not None else resumed
-    path = arguments.config or (run.config if run is not None else _default_config(beside))
+    default = _default_config(beside)
+    path = arguments.config or (run.config if run is not None else default)
+    if path is None:
+        raise UserError(f"config: there is no {DEFAULT_CONFIG} here; say config=FILE or run_id=RUN")
     loaded = read_config(path)
     check_names(loaded.config)
     folder = loaded.path.resolve().parent
     code = tuple(str(part) for part in (folder, folder / "code") if part.is_dir())
     token = _token(arguments, environment)
     resume = resumed.run_id if resumed is not None else None
-    return Settings(loaded.config, code, SharedPaths(root), run, resume, arguments.host, arguments.port, token)
+    configs = (arguments.config or default or path).resolve().parent
+    return Settings(loaded.config, code, configs, SharedPaths(root), run, resume, arguments.host, arguments.port, token)
 
 
 def is_loopback(host: str) -> bool:
@@ -99,11 +105,8 @@ def token_digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _default_config(beside: Path) -> Path:
-    found = [folder / DEFAULT_CONFIG for folder in (Path(), beside) if (folder / DEFAULT_CONFIG).is_file()]
-    if not found:
-        raise UserError(f"config: there is no {DEFAULT_CONFIG} here; say config=FILE or run_id=RUN")
-    return found[0]
+def _default_config(beside: Path) -> Path | None:
+    return next((folder / DEFAULT_CONFIG for folder in (Path(), beside) if (folder / DEFAULT_CONFIG).is_file()), None)
 
 
 def _token(arguments: ServeArguments, environment: Mapping[str, str]) -> str | None:

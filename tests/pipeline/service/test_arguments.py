@@ -31,6 +31,7 @@ def settled(config, environment=None, **given):
 def test_arguments_are_text_and_become_typed(config, tmp_path):
     settings = settled(config, port="8111", runs_dir=str(tmp_path / "r"))
     assert (settings.port, settings.host, settings.run, settings.token_sha256) == (8111, "127.0.0.1", None, None)
+    assert settings.configs == tmp_path
     assert settings.runs.cache == tmp_path / "r" / ".cache" and str(tmp_path) in settings.code
 
 
