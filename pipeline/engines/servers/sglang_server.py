@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
+import time
 import types
 import uuid
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +24,7 @@ KERNELS = "sgl_kernel"
 CPU_TOKENS = 1 << 14
 """Of the cache without a GPU, unless one sequence may be longer."""
 IDLE_S = 10.0
+POLL_S = 0.01
 
 
 def on_cpu() -> bool:
@@ -148,12 +150,18 @@ class Sglang:
     async def load(self, path: str) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
-        idle = await self._manager.flush_cache(timeout_s=IDLE_S)  # its last batch outlives the last answer for a moment
-        if not idle.success:
-            raise RuntimeError(f"SGLang was not idle within {IDLE_S:.0f} s: {idle.message}")
+        await self._idle()
         done, message, *_ = await self._manager.update_weights_from_disk(UpdateWeightFromDiskReqInput(model_path=path))
         if not done:  # it returns its failures
             raise RuntimeError(f"SGLang did not take the weights: {message}")
+
+    async def _idle(self) -> None:
+        """SGLang's last batch outlives its last answer for a moment, and weights that meet it end its scheduler."""
+        deadline = time.monotonic() + IDLE_S
+        while not (await self._manager.flush_cache()).success:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"SGLang was not idle within {IDLE_S:.0f} s")
+            await asyncio.sleep(POLL_S)
 
     async def check(self) -> None:
         """SGLang ends this process when one of its own dies."""
