@@ -23,6 +23,8 @@ from workflows import dag
 
 log = logging.getLogger(__name__)
 
+POLL_S = 1.0
+
 
 class Ledger(Protocol):
     """What a window asks of the replay buffer."""
@@ -116,8 +118,12 @@ class _NoStageFailed(RolloutError):
 
 
 async def _ended(reference: ray.ObjectRef, storage: Path, identity: str, started: float) -> None:
+    """Waits in other threads: the output of a workflow that had ended before refers to more, and Ray, which fetches that while it
+    reads the output, would wait for ever in the thread that completes futures."""
     try:
-        await asyncio.wrap_future(reference.future())
+        while not (await asyncio.to_thread(ray.wait, [reference], timeout=POLL_S))[0]:
+            pass
+        await asyncio.to_thread(ray.get, reference)
     except ray.exceptions.RayError as error:
         failure = await asyncio.to_thread(_node_failure, storage, identity, started)
         if failure is None:
