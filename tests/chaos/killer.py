@@ -1,7 +1,7 @@
 """Kills a run at random moments, resumes it, and counts what was lost: `python -m tests.chaos.killer --kills 20 --seed 0 [--json]`.
 
-Victims are dealt from a shuffled deck, so that each is killed equally often; the moment is uniform over the life of the
-process, from its start, resumes included. A victim that does not live at that moment keeps its card.
+Victims are dealt from a shuffled deck, so that each is killed equally often; a victim that does not live at the moment keeps its
+card. Kills follow each other at uniform distances from the start of every command to its end, resumes included.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tests.chaos.witnesses import Verdict, first_after, judge
 from tests.e2e.program import Command, Program, program, status
 
 CONFIG = Path(__file__).with_name("chaos.yaml")
-STEPS, TASKS = 20, 4
-LIFE_S = 20.0
-"""About as long as an undisturbed command lives; kills are uniform over it."""
+STEPS, TASKS = 40, 4
+GAP_S = 14.0
+"""Between two kills, and from the start of a command to the first, at most; uniform."""
 END_S = 180.0
 """For a command that nobody kills."""
 DEAD_S = 90.0
@@ -103,7 +103,7 @@ class Killer:
         self.lives.append(life)
         command = self._program.start(*words)
         while command.running() and len(self.kills) < self._wanted and not self._doomed(life):
-            if self._wait(command, self._random.uniform(0.0, LIFE_S)):
+            if self._wait(command, self._random.uniform(0.0, GAP_S)):
                 self._strike(life, command, paths)
         if not self._wait_end(command, DEAD_S if self._doomed(life) else END_S):
             self.verdict.wrong.append(f"{paths.run_id}: {words[0]} neither ended nor failed after {life.kills}: {command.said()}")
