@@ -12,6 +12,7 @@ from pipeline.bench.scheduler import Jobs, makespan_ratio, us_per_sample
 from pipeline.cli.main import build_app, run
 
 
+@pytest.mark.slow
 def test_the_makespan_is_near_its_lower_bound_also_with_the_patience_on():
     assert makespan_ratio(Jobs.draw(0), "fifo") <= 1.05
     assert makespan_ratio(Jobs.draw(7), "longest_first") <= 1.05
