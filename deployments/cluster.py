@@ -5,12 +5,15 @@ Invariant: nothing that this module starts outlives `stop`, and every process of
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
+import logging
 import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterable
@@ -35,6 +38,8 @@ SYSTEM = {
 one says: its event loop waits for that caller to come back, and Ray's own 60 s would hold up everyone else that it serves."""
 SERVICES = ("gcs_server", "raylet")
 POLL_S = 0.05
+SHUTDOWN_S = 15.0
+log = logging.getLogger(__name__)
 
 
 def start(paths: RunPaths, settings: Ray, storage: str | None) -> None:
@@ -108,10 +113,20 @@ def processes() -> list[ProcessId]:
 def stop(paths: RunPaths) -> None:
     """Shut Ray down and end what is left of it, by pid."""
     mine = processes()
-    ray.shutdown()
+    _shutdown()
     _set_global_client(None)  # Serve keeps its controller's handle, and a later Ray of this process would be asked for that actor
     end(mine, grace_s=5.0)
     shutil.rmtree(temporary_folder(paths), ignore_errors=True)
+
+
+def _shutdown() -> None:
+    """Ray's own end asks its services, and would wait for ever for one that was killed."""
+    ending = threading.Thread(target=ray.shutdown, name="ray shutdown", daemon=True)
+    ending.start()
+    ending.join(SHUTDOWN_S)
+    if ending.is_alive():
+        log.warning("Ray did not shut down within %.0f s; its processes are ended by pid", SHUTDOWN_S)
+        atexit.unregister(ray.shutdown)
 
 
 def end(victims: Iterable[ProcessId], grace_s: float) -> list[ProcessId]:

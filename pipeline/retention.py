@@ -84,7 +84,11 @@ def _weights(paths: RunPaths) -> list[Path]:
 def _workflows(paths: RunPaths) -> list[Path]:
     """Of windows before the one that a resume would go on with."""
     current = read_facts(paths).get("workflow_id")
-    return sorted(path for path in (paths.workflow / "workflows").glob("*") if path.is_dir() and path.name != current)
+    return sorted(
+        path
+        for path in (paths.workflow / "workflows").glob("*")
+        if path.is_dir() and path.name != current and not path.name.startswith("__")
+    )
 
 
 def _asides(paths: RunPaths) -> list[Path]:

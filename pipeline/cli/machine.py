@@ -123,7 +123,7 @@ def _listening() -> Iterator[tuple[str, int]]:
     for process in psutil.process_iter(["name"]):
         try:
             for link in process.net_connections(kind="tcp"):
-                if link.status == psutil.CONN_LISTEN and link.laddr.ip not in ("127.0.0.1", "::1"):
+                if link.status == psutil.CONN_LISTEN and link.laddr.ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1"):
                     yield process.info["name"] or "", link.laddr.port
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

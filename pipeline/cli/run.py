@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from pipeline.config.schema import RunConfig
     from pipeline.paths import RunPaths
 
+DONE = ("finished", "cancelled")
+"""States that `resume --all` passes over."""
+
 
 def register(app: typer.Typer) -> None:
     app.command("run", help="Run a configuration; kill it whenever you like, `rollout resume` goes on.")(run)
@@ -54,13 +57,18 @@ def resume(
     root = run_root(runs_dir)
     if every == (run is not None):
         raise UserError("give one RUN to resume, or --all")
-    chosen = [find_run(root, run)] if run is not None else [paths for paths in reversed(list_runs(root)) if not _finished(paths)]
+    chosen = (
+        [find_run(root, run)] if run is not None else [paths for paths in reversed(list_runs(root)) if _state(paths) not in DONE]
+    )
     codes = [_resume(paths, overrides or [], started) for paths in chosen]
     return max(codes, default=0)
 
 
 def _resume(paths: RunPaths, overrides: list[str], started: float) -> int:
     typer.echo(f"run {paths.run_id} {paths.root}")
+    if _state(paths) == "finished" and not overrides:
+        typer.echo("it is finished; trainer.steps=N with more steps goes on", err=True)
+        return 0
     return drive(paths, started, overrides)
 
 
@@ -100,8 +108,9 @@ def drive(paths: RunPaths, started: float, overrides: Sequence[str] = ()) -> int
     return outcome.exit_code
 
 
-def _finished(paths: RunPaths) -> bool:
+def _state(paths: RunPaths) -> str | None:
+    """None: its making was interrupted."""
     from pipeline.buffer.reader import read_status
     from pipeline.buffer.schema import is_created
 
-    return is_created(paths) and read_status(paths)["state"] in ("finished", "cancelled")
+    return read_status(paths)["state"] if is_created(paths) else None

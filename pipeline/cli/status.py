@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pipeline.buffer.lock import is_held
 from pipeline.buffer.reader import read_status
 from pipeline.cli.options import JsonOption, RunsDirOption
 from pipeline.cli.output import echo_json, show
@@ -32,13 +33,21 @@ def status(
     if run is None:
         _show_all(root, as_json)
         return
-    found = read_status(find_run(root, run))
+    found = as_it_is(find_run(root, run))
     if as_json:
         echo_json(found)
         return
     from pipeline.observe.tables import render_status
 
     show(render_status(found))
+
+
+def as_it_is(paths: RunPaths) -> dict[str, Any]:
+    """The ledger's word, except that a run which no process drives any more does not run."""
+    found = read_status(paths)
+    if found["state"] in ("starting", "running") and not is_held(paths):
+        return found | {"state": "stopped", "error": "its driver was killed; `rollout resume` goes on"}
+    return found
 
 
 def _show_all(root: Path, as_json: bool) -> None:
@@ -58,7 +67,7 @@ def _row(paths: RunPaths) -> dict[str, Any]:
     before, after = (item and item.overall.accuracy for item in before_and_after(student_evaluations(paths.details)))
     row = {"run_id": paths.run_id, "path": str(paths.root), "accuracy_before": before, "accuracy_after": after}
     try:
-        found = read_status(paths)
+        found = as_it_is(paths)
     except RolloutError as error:
         return row | {"state": "unreadable", "error": str(error)}
     return row | {key: found[key] for key in ("state", "step", "steps", "error")}

@@ -23,6 +23,12 @@ class Architecture(Strict):
     """Context length in tokens."""
     init_std: float = Field(0.08, gt=0)
 
+    @model_validator(mode="after")
+    def _heads_share_the_width(self) -> Architecture:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} is not a multiple of heads {self.heads}")
+        return self
+
 
 class Supervised(Strict):
     """Supervised training on the answers of the training split, before the run."""

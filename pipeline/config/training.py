@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from pipeline.config.base import Strict
+
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Schedule(Strict):
@@ -105,7 +107,7 @@ class Trainer(Strict):
     """From the end of the warm-up to the last of `steps`. With a constant rate a run may end in one of its dips."""
     lr_floor: float = Field(0.1, ge=0, le=1)
     """Share of `lr` that is left at the last step."""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Share, Share] = (0.9, 0.99)
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float = Field(1.0, gt=0)
     minibatches: int = Field(1, ge=1)
@@ -130,7 +132,7 @@ class Eval(Strict):
     """Held-out items a dataset, at most."""
     n: int = Field(1, ge=1)
     """Samples an item."""
-    k: tuple[int, ...] = (1,)
+    k: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
     """pass@k for each; k > n is refused."""
     temperature: float = Field(0.0, ge=0)
     max_tokens: int | None = Field(None, ge=1)

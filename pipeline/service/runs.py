@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -72,6 +73,7 @@ class Runs:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._runs, self._configs, self._launch, self._clock = runs, configs, launch, clock
+        self._submitting = threading.Lock()
 
     def views(self) -> list[dict[str, Any]]:
         """The newest first."""
@@ -102,11 +104,15 @@ class Runs:
             await asyncio.sleep(POLL_S)
 
     def submit(self, request: RunRequest, key: str) -> dict[str, Any]:
-        """Claim the run's folder, then start its process. The same key and body give the same run."""
+        """Claim the run's folder, then start its process. The same key and body give the same run, also when they come at once."""
+        with self._submitting:
+            return self._submit(request, key)
+
+    def _submit(self, request: RunRequest, key: str) -> dict[str, Any]:
         known = self._known(key, request)
         if known is not None:
             return self.view(known)
-        alive = [paths.run_id for paths in list_runs(self._runs.runs) if is_held(paths)]
+        alive = [view["id"] for view in self.views() if view["status"] in ("starting", "running")]
         if len(alive) >= MOST_ALIVE:
             raise RequestRefused(429, "too_many_runs", f"{alive} are running, the most at the same time", None, RETRY_AFTER_S)
         loaded = self._load(request)
