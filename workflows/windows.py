@@ -47,7 +47,7 @@ class Window:
 async def run_windows(config: RunConfig, paths: RunPaths, buffer: Ledger, facts: dict[str, Any], storage: Path) -> None:
     """Run every step that is left. Raises StageFailed with the failing stage's own traceback. storage: of Ray Workflow."""
     number = int(facts.get("workflow_number", 0))
-    interrupted = _interrupted(facts)
+    interrupted, lost_at = _interrupted(facts), None
     while True:
         recorded = await buffer.steps()
         done, ended = recorded["trained_step"], end_of_data(recorded["results"])
@@ -65,7 +65,14 @@ async def run_windows(config: RunConfig, paths: RunPaths, buffer: Ledger, facts:
                 workflow_number=number,
                 window=[window.number, window.first, window.last],
             )
-            await _run(window, config, paths.run_id, storage, _evaluation_missing(config, paths, window.first - 1))
+            try:
+                await _run(window, config, paths.run_id, storage, _evaluation_missing(config, paths, window.first - 1))
+            except _NoStageFailed as error:
+                if lost_at == done:
+                    raise
+                log.warning("%s; it is resumed", error)  # as a rule its manager was killed, and Ray makes another
+                lost_at, interrupted = done, window
+                continue
         interrupted = None
         await asyncio.to_thread(workflow.delete, window.workflow_id(paths.run_id))
 

@@ -155,11 +155,11 @@ class Killer:
 
 
 def figures(killer: Killer) -> dict[str, Any]:
-    """resume_s: from the start of a resume to the first group acknowledged or step trained; of resumes that were killed before
-    that, the time until the kill is a lower bound and counts towards the largest only."""
+    """resume_s: from the start of a resume to the first group acknowledged or step trained; of resumes that ended before that, the
+    time until their first kill is a lower bound and counts towards the largest only."""
     resumes = [life for life in killer.lives if life.command == "resume"]
     times = sorted(life.first_sample_s for life in resumes if life.first_sample_s is not None)
-    cut_short = [life.seconds for life in resumes if life.first_sample_s is None and life.code != 0]
+    cut_short = [life.kills[0].after_s for life in resumes if life.first_sample_s is None and life.kills]
     count = max(1, len(killer.kills))
     shares = {f"share_{state}": round(sum(getattr(k, state) > 0 for k in killer.kills) / count, 3) for state in PHASES}
     return {

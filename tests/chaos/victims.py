@@ -25,7 +25,7 @@ OTHERS = {
 }
 DRIVER, EVERYTHING = "driver", "everything"
 VICTIMS = (*STAGES, *OTHERS, DRIVER, EVERYTHING)
-HEALING = frozenset((*STAGES, "evaluator_worker", "student_replica", "teacher_replica"))
+HEALING = frozenset((*STAGES, "evaluator_worker", "student_replica", "teacher_replica", "workflow_manager"))
 """What the run replaces by itself; after any other a resume may be needed."""
 
 

@@ -17,7 +17,7 @@ from workflows.windows import Window, end_of_data, run_windows
 
 class Played:
     """A ledger, and workflows that do what they should. `ends_at`: the first step without data. `resumable`: ids in storage.
-    `unclosed`: a step whose rollout goes on although later ones are trained."""
+    `unclosed`: a step whose rollout goes on although later ones are trained. `lose`: runs of a workflow whose manager is killed."""
 
     def __init__(
         self,
@@ -26,7 +26,9 @@ class Played:
         ends_at: int | None = None,
         resumable: tuple[str, ...] = (),
         unclosed: int | None = None,
+        lose: int = 0,
     ) -> None:
+        self.lose = lose
         self.paths, self.trained, self.ends_at, self.resumable, self.unclosed = paths, trained, ends_at, resumable, unclosed
         self.facts: list[list[int]] = []
         self.ran: list[tuple[int, int, int]] = []
@@ -48,6 +50,9 @@ class Played:
         self.ran.append((window.number, window.first, window.last))
         if evaluate_before:
             self.evaluated_before.append(window.first - 1)
+        if self.lose:
+            self.lose -= 1
+            raise windows._NoStageFailed("the actor died")
         self._do(window)
 
     async def resume(self, window: Window, run_id: str, storage) -> bool:
@@ -123,6 +128,20 @@ async def test_a_window_before_what_is_trained_is_left_alone(paths, monkeypatch)
     played = Played(paths, trained=85, resumable=("run.r2",))
     await drive(played, monkeypatch, {"workflow_number": 2, "window": [2, 41, 80]})
     assert (played.resumed, played.ran) == ([], [(3, 86, 100)])
+
+
+async def test_a_window_whose_manager_is_killed_is_resumed(paths, monkeypatch):
+    played = Played(paths, resumable=("run.r1",), lose=1)
+    await drive(played, monkeypatch)
+    assert played.ran == [(1, 1, 40), (2, 41, 80), (3, 81, 100)]
+    assert played.resumed == ["run.r1"]
+
+
+async def test_workflows_that_are_lost_again_without_progress_fail_the_run(paths, monkeypatch):
+    played = Played(paths, lose=99)
+    with pytest.raises(windows._NoStageFailed, match="the actor died"):
+        await drive(played, monkeypatch)
+    assert played.ran == [(1, 1, 40), (2, 1, 40)] and played.resumed == ["run.r1"]
 
 
 async def test_the_end_of_the_data_ends_the_run(paths, monkeypatch):
