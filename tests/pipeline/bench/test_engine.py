@@ -2,7 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from pipeline.bench.engine import figures
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_embedded_engine_is_measured_and_engines_that_are_not_here_are_named(tmp_path: Path) -> None:

@@ -29,12 +29,14 @@ def test_costs_do_not_grow_with_the_number_of_samples():
     assert many < 3 * few and many < 100  # bounds that hold on a busy machine; the figures are the command's
 
 
+@pytest.mark.slow
 def test_the_figures_have_the_names_that_are_promised():
     found = scheduler.figures(sizes=(1000,), seeds=(0,), episodes=400)
     assert {"us_per_sample_1e3", "makespan_ratio", "us_per_episode", "kb_per_episode", "us_per_episode_committed"} <= found.keys()
     assert all(value > 0 for name, value in found.items() if name != "kb_per_episode")
 
 
+@pytest.mark.slow
 def test_the_command_prints_one_object_and_nothing_else(tmp_path):
     shown = CliRunner().invoke(build_app(), ["bench", "teacher", "--shape", "tiny", "--json", "--runs-dir", str(tmp_path)])
     assert shown.exit_code == 0, shown.output

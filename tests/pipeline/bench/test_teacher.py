@@ -11,6 +11,8 @@ from pipeline.bench.teacher import SCALE, Workload, bounds, over_bound, play
 from pipeline.bench.virtual_time import run_on_virtual_time
 from pipeline.errors import ConfigError, RolloutError
 
+pytestmark = pytest.mark.slow
+
 
 def test_virtual_time_jumps_to_the_next_timer_and_refuses_to_wait_for_nothing():
     async def hours() -> float:
