@@ -35,7 +35,7 @@ SYSTEM = {
     "RAY_core_worker_rpc_server_reconnect_timeout_s": "3",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
 }
-"""Nothing is reported home, and every port is on loopback. A replica that answers a killed caller hangs for no longer than the third
+"""Nothing is reported home, and every port is on loopback. A replica that answers a killed caller hangs no longer than the third
 one says: its event loop waits for that caller to come back, and Ray's own 60 s would hold up everyone else that it serves. The last
 one is for a GCS that is killed while Ray starts, when nobody watches it yet."""
 SERVICES = ("gcs_server", "raylet")
