@@ -65,7 +65,7 @@ def test_killed_drivers_killed_clusters_and_a_folder_that_moves(rollout, tiny):
     resumed = rollout.start("resume", "r")
     found = in_step(5, paths, resumed)
     assert found["workflow"]["id"] == "r.r1" and found["workflow"]["nodes_rerun"] == 0, "the interrupted workflow went on"
-    assert found["attempts"]["lost"] <= 1, "the one that ran when the driver died, unless the orphaned stages still committed it"
+    assert found["attempts"]["lost"] <= TASKS, "those that ran when the driver died, unless the orphaned stages still committed them"
     rollout.kill_all()
 
     shutil.rmtree(paths.workflow)
@@ -74,7 +74,7 @@ def test_killed_drivers_killed_clusters_and_a_folder_that_moves(rollout, tiny):
     paths.root.rename(moved.root)
     found = finishes(rollout, moved, rollout.start("resume", moved.root))
     assert found["workflow"]["id"] == "r.r2", "a new workflow begins at the first step that is not trained"
-    assert found["attempts"]["lost"] in (1, 2), "everything was killed while ordinal 17 ran"
+    assert 1 <= found["attempts"]["lost"] <= 2 * TASKS, "everything was killed while ordinal 17 ran"
 
 
 def test_interrupts_and_a_torn_workflow(rollout, tiny):
