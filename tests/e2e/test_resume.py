@@ -65,7 +65,7 @@ def test_killed_drivers_killed_clusters_and_a_folder_that_moves(rollout, tiny):
     resumed = rollout.start("resume", "r")
     found = in_step(5, paths, resumed)
     assert found["workflow"]["id"] == "r.r1" and found["workflow"]["nodes_rerun"] == 0, "the interrupted workflow went on"
-    assert found["attempts"]["lost"] <= TASKS, "those that ran when the driver died, unless the orphaned stages still committed them"
+    assert found["attempts"]["lost"] <= TASKS, "those that ran when the driver died, unless orphaned stages committed them"
     rollout.kill_all()
 
     shutil.rmtree(paths.workflow)
