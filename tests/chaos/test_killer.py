@@ -13,5 +13,4 @@ def test_nothing_is_lost_trained_twice_or_regenerated(tmp_path):
     found = figures(killer)
     print(f"\n{table(killer)}\n{found}")
     assert asdict(killer.verdict) == {"lost": [], "trained_twice": [], "regenerated": [], "wrong": []}
-    # against a hang; the bar is for the command's figures, on a machine of its own
-    assert found["resume_s_p50"] is None or found["resume_s_p50"] <= 60
+    assert found["resume_s_max"] is None or found["resume_s_max"] <= 45

@@ -18,12 +18,13 @@ QUIET_S = 0.7
 
 
 def alone(paths, step: int) -> bool:
-    """That step's rollout runs, and nothing else has begun or ended for a moment."""
+    """That step's rollout runs, its slow ordinal is all that is left of it, and nothing else has begun or ended for a moment."""
     noted = nodes(paths)
     ended = {line["node"] for line in noted if line["event"] == "done"}
     running = {line["node"] for line in noted if line["event"] == "started"} - ended
     quiet = bool(noted) and time.time() - noted[-1]["t"] > QUIET_S
-    return quiet and f"rollout[{step}]" in running and f"train[{step - 1}]" in ended
+    in_the_middle = quiet and f"rollout[{step}]" in running and f"train[{step - 1}]" in ended
+    return in_the_middle and status(paths)["ordinals"]["running"] == 1
 
 
 def in_step(number: int, paths, command) -> dict:
@@ -65,7 +66,7 @@ def test_killed_drivers_killed_clusters_and_a_folder_that_moves(rollout, tiny):
     resumed = rollout.start("resume", "r")
     found = in_step(5, paths, resumed)
     assert found["workflow"]["id"] == "r.r1" and found["workflow"]["nodes_rerun"] == 0, "the interrupted workflow went on"
-    assert found["attempts"]["lost"] <= TASKS, "those that ran when the driver died, unless orphaned stages committed them"
+    assert found["attempts"]["lost"] <= 1, "the one that ran when the driver died, unless the orphaned stages still committed it"
     rollout.kill_all()
 
     shutil.rmtree(paths.workflow)
@@ -74,7 +75,7 @@ def test_killed_drivers_killed_clusters_and_a_folder_that_moves(rollout, tiny):
     paths.root.rename(moved.root)
     found = finishes(rollout, moved, rollout.start("resume", moved.root))
     assert found["workflow"]["id"] == "r.r2", "a new workflow begins at the first step that is not trained"
-    assert 1 <= found["attempts"]["lost"] <= 2 * TASKS, "everything was killed while ordinal 17 ran"
+    assert found["attempts"]["lost"] in (1, 2), "everything was killed while ordinal 17 ran"
 
 
 def test_interrupts_and_a_torn_workflow(rollout, tiny):
