@@ -19,7 +19,7 @@ from pipeline.engines.weights import WeightStore
 from pipeline.paths import RunPaths
 from pipeline.trainer import checkpoints
 
-ASIDE = ("weights/.new-*", "weights/.LATEST-*", "eval_details/.*.new", "config.tmp")
+ASIDE = ("weights/.new-*", "weights/.LATEST-*", "eval_details/.*.new", ".config.yaml.new")
 """Half-written files and folders, beside those that belong to checkpoints and workflows."""
 
 

@@ -14,6 +14,8 @@ from urllib.parse import quote, unquote
 import pyarrow as pa
 from pyarrow.fs import FileInfo, FileSelector, FileSystemHandler, FileType, PyFileSystem
 
+from pipeline.durable import sync
+
 ASIDE = ".aside-"
 
 
@@ -66,15 +68,7 @@ class _Aside:
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._aside, self._target)
-        _sync_folder(self._target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(self._target.parent)
 
 
 class AtomicFolder(FileSystemHandler):

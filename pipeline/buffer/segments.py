@@ -12,6 +12,7 @@ import os
 import struct
 from pathlib import Path
 
+from pipeline.durable import sync
 from pipeline.errors import StoreCorrupt
 
 _HEADER = struct.Struct("<4sQ32s")
@@ -86,11 +87,7 @@ class Segments:
             except FileExistsError:
                 continue
         self._number, self._size, self._dirty = number, 0, False
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(self._folder)
 
     def _abandon(self) -> None:
         """After a failed write or sync the file's tail cannot be trusted: cut it, and go on in a new file."""

@@ -20,6 +20,7 @@ import yaml
 from pipeline.config.loading import Loaded, dump, read_config
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Rollout
+from pipeline.durable import sync, write_whole
 from pipeline.errors import UserError
 from pipeline.importing import is_reference
 from pipeline.paths import RunPaths
@@ -75,7 +76,7 @@ def load_run(paths: RunPaths) -> RunConfig:
 
 
 def write_config(paths: RunPaths, config: RunConfig) -> None:
-    """Replace `config.yaml` as a whole. Paths inside the run folder become relative to it, so that it can be moved."""
+    """Replace `config.yaml` as a whole, and durably. Paths inside the run folder become relative to it, so that it can be moved."""
     data = yaml.safe_load(dump(config))
     for name, dataset in config.datasets.items():
         if dataset.path is not None and dataset.path.is_relative_to(paths.root):
@@ -86,7 +87,8 @@ def write_config(paths: RunPaths, config: RunConfig) -> None:
     kind, _, reused = config.rollout.reuse.partition(":")
     if kind == "file" and Path(reused).is_relative_to(paths.root):
         data["rollout"]["reuse"] = f"file:{Path(reused).relative_to(paths.root).as_posix()}"
-    _write(paths.config, yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
+    write_whole(paths.config, yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
+    sync(paths.root)
 
 
 def find_run(root: Path, run: str) -> RunPaths:
@@ -175,18 +177,3 @@ def _references(config: RunConfig) -> list[str]:
     for dataset in config.datasets.values():
         names += [dataset.source, dataset.verifier]
     return [name for name in names if name is not None and is_reference(name)]
-
-
-def _write(path: Path, text: str) -> None:
-    """Atomic and durable: the file is there as a whole, or not at all."""
-    aside = path.with_suffix(".tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

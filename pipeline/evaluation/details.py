@@ -6,14 +6,14 @@ Invariant: each file appears whole, and the summary last: where it is, the other
 from __future__ import annotations
 
 import json
-import math
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.durable import write_whole
 from pipeline.errors import failure_class
 from pipeline.evaluation.summary import Played, versions_of
+from pipeline.observe.jsonlines import jsonable
 from pipeline.records import SOLVED_AT, Sample, Task
 
 
@@ -55,7 +55,7 @@ def write(folder: Path, evaluation_id: str, played: Sequence[Played], summary: d
     folder.mkdir(parents=True, exist_ok=True)
     _lines(folder / f"{evaluation_id}.jsonl", (sample_line(task, sample) for task, sample in played))
     _lines(folder / f"{evaluation_id}.turns.jsonl", (line for task, sample in played for line in turn_lines(task, sample)))
-    _whole(folder / f"{evaluation_id}.summary.json", json.dumps(_plain(summary), indent=1) + "\n")
+    write_whole(folder / f"{evaluation_id}.summary.json", json.dumps(jsonable(summary), indent=1) + "\n")
 
 
 def write_skipped(folder: Path, evaluation_id: str, why: str) -> dict[str, Any]:
@@ -72,22 +72,4 @@ def read_summary(folder: Path, evaluation_id: str) -> dict[str, Any] | None:
 
 
 def _lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    _whole(path, "".join(json.dumps(_plain(record)) + "\n" for record in records))
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN: what is not a number is null."""
-    if isinstance(value, dict):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _whole(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.new")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    write_whole(path, "".join(json.dumps(jsonable(record)) + "\n" for record in records))

@@ -7,7 +7,6 @@ it. What is left to do after a crash is what was planned minus what is there.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import uuid
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.durable import sync, write_whole
 from pipeline.evaluation.plan import task_of, task_record
 from pipeline.observe.jsonlines import JsonLines, jsonable, read_jsonlines
 from pipeline.records import Task
@@ -44,7 +44,7 @@ class JobStore:
             _write(aside / STATE, state)
             JsonLines(aside / TASKS).append(task_record(task) for task in tasks)
             aside.rename(self.folder / job_id)
-            _fsync(self.folder)
+            sync(self.folder)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -102,17 +102,4 @@ class JobStore:
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    aside = path.with_name(f".{path.name}.new")
-    with aside.open("w") as file:
-        file.write(json.dumps(jsonable(value), indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
-def _fsync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_whole(path, json.dumps(jsonable(value), indent=1) + "\n")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
+from pipeline.durable import sync
 from pipeline.errors import StageFailed
 from pipeline.paths import RunPaths
 
@@ -78,13 +78,13 @@ def save(
         }
         (aside / MANIFEST).write_text(json.dumps(record, indent=1))
         for file in [*_files(aside), aside / MANIFEST, aside]:
-            _fsync(file)
+            sync(file)
         fence()
         target = paths.checkpoint(step)
         if target.exists():
             _remove(paths, target)
         aside.rename(target)
-        _fsync(paths.checkpoints)
+        sync(paths.checkpoints)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -183,11 +183,3 @@ def _remove(paths: RunPaths, path: Path) -> None:
     aside = _aside(paths)
     path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
