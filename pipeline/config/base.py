@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
     )
+
+
+class Request(Strict):
+    """A body that comes over a network."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text(cls, data: Any) -> Any:
+        return refuse_broken_text(data)
+
+    def digest(self) -> str:
+        """The same for bodies that ask for the same, however they were written."""
+        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
 
 def refuse_broken_text(data: Any) -> Any:

@@ -7,8 +7,6 @@ that is not finished, and plays only the samples that are not there. At most `ru
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import secrets
 import time
@@ -93,7 +91,7 @@ class Jobs:
     async def submit(self, request: EvalRequest, key: str | None = None) -> dict[str, Any]:
         """The job's view; the same key and body give the same job. Raises RequestRefused (400, 404, 409, 429)."""
         async with self._submitting:
-            digest = _digest(request)
+            digest = request.digest()
             known = next((job for job in self._jobs.values() if key is not None and job.key == key), None)
             if known is not None:
                 if known.digest == digest:
@@ -213,7 +211,3 @@ class Jobs:
 
 def job_id(now: float) -> str:
     return f"eval-{datetime.fromtimestamp(now, UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-
-
-def _digest(request: EvalRequest) -> str:
-    return hashlib.sha256(json.dumps(request.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.base import Strict, refuse_broken_text
+from pipeline.config.base import Request, Strict
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import SamplingPart
 from pipeline.errors import RequestRefused
@@ -51,7 +51,7 @@ class DatasetPart(Strict):
         return self
 
 
-class EvalRequest(Strict):
+class EvalRequest(Request):
     """Body of `POST /v1/evals`."""
 
     model: str = "live"
@@ -66,11 +66,6 @@ class EvalRequest(Strict):
     """What it leaves out is as in the configuration's evaluation."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """None: `run.seed`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _text(cls, data: Any) -> Any:
-        return refuse_broken_text(data)
 
     @field_validator("k", mode="before")
     @classmethod

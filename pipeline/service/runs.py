@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from pipeline.buffer.lock import RunLock, is_held, signal_owner
 from pipeline.buffer.offline import record_state
@@ -26,7 +26,7 @@ from pipeline.buffer.schema import create_run
 from pipeline.buffer.settings import BufferSettings
 from pipeline.cli.checks import check_names
 from pipeline.cli.runs import create_run_folder, list_runs
-from pipeline.config.base import Strict, refuse_broken_text
+from pipeline.config.base import Request
 from pipeline.config.loading import Loaded, read_config
 from pipeline.errors import RequestRefused, RolloutError
 from pipeline.evaluator.admission import prove
@@ -45,7 +45,7 @@ POLL_S = 0.25
 LAUNCHED = "launched"
 
 
-class RunRequest(Strict):
+class RunRequest(Request):
     """Body of `POST /v1/runs`."""
 
     config: str | dict[str, Any]
@@ -54,11 +54,6 @@ class RunRequest(Strict):
     """`key.path=value`"""
     run_id: str | None = Field(None, max_length=64)
     """None: generated."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _text(cls, data: Any) -> Any:
-        return refuse_broken_text(data)
 
 
 class Runs:
@@ -218,7 +213,7 @@ class Runs:
         if not file.is_file():
             return None
         record = json.loads(file.read_text())
-        if record["digest"] != _digest(request):
+        if record["digest"] != request.digest():
             message = f"Idempotency-Key {key!r} was used for {record['run_id']} with another body"
             raise RequestRefused(409, "idempotency_key_reused", message, "Idempotency-Key")
         return record["run_id"]
@@ -227,12 +222,8 @@ class Runs:
         file = self._key_file(key)
         file.parent.mkdir(parents=True, exist_ok=True)
         aside = file.with_suffix(".new")
-        aside.write_text(json.dumps({"digest": _digest(request), "run_id": run_id}))
+        aside.write_text(json.dumps({"digest": request.digest(), "run_id": run_id}))
         aside.replace(file)
 
     def _key_file(self, key: str) -> Path:
         return self._runs.service.root / "keys" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-
-
-def _digest(request: RunRequest) -> str:
-    return hashlib.sha256(json.dumps(request.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
