@@ -57,7 +57,7 @@ class CompletionsEngine:
 
     async def info(self) -> EngineInfo:
         if not any(endpoint.up for endpoint in self._servers.endpoints):
-            await self._servers.use(self._probe)
+            await self._servers.reach()
         return EngineInfo(
             kind=KIND,
             model=self._model or self._folder.name,
@@ -185,9 +185,6 @@ class CompletionsEngine:
         if not isinstance(reply, dict) or len(reply.get("choices") or ()) != 1:
             raise BadReply(f"{server.name}{PATH}: not one choice: {str(reply)[:200]}")
         return reply["choices"][0]
-
-    async def _probe(self, server: Endpoint, seconds: float) -> None:
-        await self._servers.probe(server)
 
     def _seen(self, server: Endpoint, facts: Any) -> None:
         """Raises EngineError for a server that does not have the model."""

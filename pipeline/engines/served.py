@@ -71,7 +71,7 @@ class ServedEngine:
         if self._launcher is not None:
             self._launcher.address()
         if self._served is None:
-            await self._servers.use(self._probe)
+            await self._servers.reach()
         return EngineInfo(
             kind=self._kind,
             model=self._folder.name,
@@ -218,9 +218,6 @@ class ServedEngine:
         if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
             raise EngineUnavailable(fault)
         raise EngineError(fault)
-
-    async def _probe(self, server: Endpoint, seconds: float) -> None:
-        await self._servers.probe(server)
 
     def _seen(self, server: Endpoint, facts: Any) -> None:
         """Raises ConfigError for a server that holds a model of another shape."""

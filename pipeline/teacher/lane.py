@@ -73,7 +73,7 @@ class Lane:
 
     def idle(self) -> list[int]:
         """Replicas that may be called now: neither in a call nor at rest after a fault."""
-        now = _now()
+        now = loop_time()
         return [replica for replica, until in self._rests_until.items() if replica not in self._busy_since and until <= now]
 
     def has_better(self, replica: int) -> bool:
@@ -85,14 +85,14 @@ class Lane:
 
     def busy_s(self) -> float:
         """Seconds of work of all replicas together, the running calls included."""
-        return self.metrics.call_s + sum(_now() - since for since in self._busy_since.values())
+        return self.metrics.call_s + sum(loop_time() - since for since in self._busy_since.values())
 
     def occupy(self, replica: int) -> None:
-        self._busy_since[replica] = _now()
+        self._busy_since[replica] = loop_time()
 
     def release(self, replica: int, clock_s: float) -> None:
         self.freed_at = clock_s
-        self.metrics.call_s += _now() - self._busy_since.pop(replica)
+        self.metrics.call_s += loop_time() - self._busy_since.pop(replica)
 
     def count_dispatch(self, batch: Sequence[BacklogItem], waited_s: float) -> None:
         self.metrics.queue_wait_s += waited_s
@@ -109,7 +109,7 @@ class Lane:
             outcome, fault = await self._call(groups, replica)
         self._faults[replica] = 0 if fault is None else self._faults[replica] + 1
         if fault is not None:
-            self._rests_until[replica] = _now() + min(PAUSE_S * 2.0 ** (self._faults[replica] - 1), MAX_REST_S)
+            self._rests_until[replica] = loop_time() + min(PAUSE_S * 2.0 ** (self._faults[replica] - 1), MAX_REST_S)
         return outcome
 
     async def _call(self, groups: list[Group], replica: int) -> tuple[Outcome, Exception | None]:
@@ -143,7 +143,7 @@ class Lane:
         return asdict(self.metrics)
 
 
-def _now() -> float:
+def loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 

@@ -20,7 +20,7 @@ from pipeline.records import Column
 from pipeline.teacher.acknowledged import acknowledged
 from pipeline.teacher.batches import take_batch
 from pipeline.teacher.books import Books
-from pipeline.teacher.lane import Lane, Outcome, Scorer
+from pipeline.teacher.lane import Lane, Outcome, Scorer, loop_time
 from pipeline.teacher.reporting import stage_report
 
 log = logging.getLogger(__name__)
@@ -118,13 +118,13 @@ class ScoringStage:
     async def _sweep(self) -> float:
         """Query, and start what can start. Returns seconds until a lingering batch is due."""
         idle = any(lane.idle() for lane in self._lanes.values())
-        if not idle and not self._draining and _now() - self._swept_at < SWEEP_S:
+        if not idle and not self._draining and loop_time() - self._swept_at < SWEEP_S:
             return math.inf
         books, before = self._books, set(self._books.in_flight)
         items = await self._ask(lambda: self._buffer.backlog(self.field, self._capacity), "backlog")
-        self._swept_at = _now()
+        self._swept_at = loop_time()
         # A group that was settled while the query ran may still be in its answer: `before` keeps it out until the next one.
-        books.observe([item for item in items if item.ordinal not in before and item.ordinal not in books.in_flight], _now())
+        books.observe([item for item in items if item.ordinal not in before and item.ordinal not in books.in_flight], loop_time())
         for item in list(books.waiting.values()):
             if item.stale:
                 await self._drop(item.ordinal, "stale")
@@ -177,11 +177,11 @@ class ScoringStage:
             return 0.0
         if items[0].written_at <= lane.freed_at:
             return 0.0  # it waited for a busy scorer already
-        return self._settings.linger_ms / 1000 - max(self._books.waited_s(item, _now()) for item in items)
+        return self._settings.linger_ms / 1000 - max(self._books.waited_s(item, loop_time()) for item in items)
 
     def _start(self, lane: Lane, replica: int, batch: list[BacklogItem]) -> None:
         lane.occupy(replica)
-        lane.count_dispatch(batch, sum(self._books.waited_s(item, _now()) for item in batch))
+        lane.count_dispatch(batch, sum(self._books.waited_s(item, loop_time()) for item in batch))
         self._books.start(batch)
         name = f"{self.field}:{lane.scorer.name}:{replica}"
         task = asyncio.create_task(self._work(lane, replica, [item.ordinal for item in batch]), name=name)
@@ -284,7 +284,3 @@ class ScoringStage:
         """See `reporting.stage_report`."""
         by_scorer = {name: [item for item in self._books.held() if self._route(item) == name] for name in self._lanes}
         return stage_report(self.field, self._actor, self._books, self._lanes, by_scorer, self._clock())
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
