@@ -20,13 +20,14 @@ from pipeline.engines.base import Completion, EngineInfo, GenerateRequest, Score
 from pipeline.engines.opening import open_student, open_teacher
 from pipeline.engines.weights import Published, WeightStore
 from pipeline.errors import EngineError
+from pipeline.evaluator.admission import INFRASTRUCTURE_CPU
 from pipeline.fetcher.catalog import Catalog
 from pipeline.paths import RunPaths
 
 OPTIONS: dict[str, Any] = {
     "name": ENGINE_DEPLOYMENT,
     "max_ongoing_requests": 10_000,
-    "ray_actor_options": {"num_cpus": 0.01},
+    "ray_actor_options": {"num_cpus": INFRASTRUCTURE_CPU},
     "health_check_period_s": 5,
     "health_check_timeout_s": 60,
     "graceful_shutdown_timeout_s": 1,

@@ -40,6 +40,9 @@ CHILD_START_S = 20.0
 class EvaluatorWorkerActor:
     """Not retried by Ray: a call that its death ends is a lost attempt, and the pool starts another."""
 
+    of_one_sample = False
+    """Such a process plays what it is given; who sent it has noted the play."""
+
     def __init__(self, root: str, node: str, bundle: int) -> None:
         self.paths = RunPaths(Path(root))
         self.node = node
@@ -97,9 +100,9 @@ class EvaluatorWorkerActor:
         player: str = "student",
     ) -> list[Sample]:
         worker = (await asyncio.shield(self._started))[player]
-        if context.phase == "train":
+        if context.phase == "train" and not self.of_one_sample:
             append_line(self.paths.plays, ordinal=task.ordinal, attempt=attempt.number, epoch=attempt.epoch)
-        if not any(token.gpu for token in tokens):
+        if self.of_one_sample or not any(token.gpu for token in tokens):
             return await worker.run_samples(task, indices, attempt, context, tokens)
         async with asyncio.TaskGroup() as group:
             plays = [
@@ -135,22 +138,12 @@ class EvaluatorWorkerActor:
 class SampleActor(EvaluatorWorkerActor):
     """Plays one sample on one GPU: the token's, which the pool has counted."""
 
+    of_one_sample = True
+
     def __init__(self, root: str, node: str, bundle: int, gpu_id: int | None) -> None:
         if gpu_id is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu_id)
         super().__init__(root, node, bundle)
-
-    async def run_samples(
-        self,
-        task: Task,
-        indices: Sequence[int],
-        attempt: Attempt,
-        context: StepContext,
-        tokens: Sequence[PlacementToken],
-        player: str = "student",
-    ) -> list[Sample]:
-        worker = (await asyncio.shield(self._started))[player]
-        return await worker.run_samples(task, indices, attempt, context, tokens)
 
 
 def _tokenizer(config: Any, catalog: Catalog, cache: Path) -> Path:

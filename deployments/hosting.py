@@ -21,10 +21,17 @@ from pipeline.buffer.api import StageReport
 from pipeline.config.loading import read_config
 from pipeline.config.schema import RunConfig
 from pipeline.errors import FencedOut, StageFailed
+from pipeline.evaluator.admission import INFRASTRUCTURE_CPU
 from pipeline.paths import RunPaths
 
 BEAT_S = 1.0
-OPTIONS = {"num_cpus": 0.01, "max_restarts": -1, "max_task_retries": -1, "lifetime": "detached", "max_concurrency": 1000}
+OPTIONS = {
+    "num_cpus": INFRASTRUCTURE_CPU,
+    "max_restarts": -1,
+    "max_task_retries": -1,
+    "lifetime": "detached",
+    "max_concurrency": 1000,
+}
 """Of every stage actor. A whole CPU each would ask for more than a laptop has."""
 
 

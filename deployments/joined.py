@@ -25,6 +25,7 @@ from deployments.names import NAMESPACE
 from deployments.placement import GB, group_name
 from pipeline.config.training import Ray
 from pipeline.errors import ConfigError
+from pipeline.evaluator.admission import INFRASTRUCTURE_CPU
 from pipeline.evaluator.machine import Machine
 from pipeline.evaluator.spec import NodeSpec
 from pipeline.paths import RunPaths
@@ -32,7 +33,7 @@ from pipeline.paths import RunPaths
 ANSWER_S = 30.0
 
 
-@ray.remote(num_cpus=0.01, max_retries=0)
+@ray.remote(num_cpus=INFRASTRUCTURE_CPU, max_retries=0)
 def _storage() -> str:
     """Of the node that it runs on."""
     return storage._get_storage_uri() or ""

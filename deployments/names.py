@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 NAMESPACE = "rollout"
-STAGES = ("fetcher", "batcher", "evaluator_pool", "teacher_scorer", "replay_buffer", "trainer")
-"""The six stages of DESIGN, each an actor of its own."""
 
 
 def actor_name(run_id: str, stage: str) -> str:

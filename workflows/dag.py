@@ -13,43 +13,41 @@ from ray import workflow
 
 from deployments.calls import node_call
 from pipeline.config.schema import RunConfig
-
-NODE_CPUS = 0.01
-"""Of a node. Without a number Ray would start processes without limit."""
+from pipeline.evaluator.admission import INFRASTRUCTURE_CPU
 
 
-@ray.remote(num_cpus=NODE_CPUS)
+@ray.remote(num_cpus=INFRASTRUCTURE_CPU)
 def fetch(run_id: str, step: int, *_after: Any) -> list[int]:
     """Ordinals of the step; fewer than asked for, or none, at the end of the data."""
     return node_call(run_id, "fetcher", f"fetch[{step}]", "fetch", step)
 
 
-@ray.remote(num_cpus=NODE_CPUS)
+@ray.remote(num_cpus=INFRASTRUCTURE_CPU)
 def batch(run_id: str, step: int, ordinals: list[int]) -> list[Any]:
     return node_call(run_id, "batcher", f"batch[{step}]", "batch", step, ordinals)
 
 
-@ray.remote(num_cpus=NODE_CPUS)
+@ray.remote(num_cpus=INFRASTRUCTURE_CPU)
 def rollout(run_id: str, step: int, batches: list[Any]) -> Any:
     return node_call(run_id, "evaluator_pool", f"rollout[{step}]", "rollout", step, batches)
 
 
-@ray.remote(num_cpus=NODE_CPUS)
+@ray.remote(num_cpus=INFRASTRUCTURE_CPU)
 def score(run_id: str, step: int, *_after: Any) -> Any:
     return node_call(run_id, "teacher_scorer", f"score[{step}]", "drain", step)
 
 
-@ray.remote(num_cpus=NODE_CPUS)
+@ray.remote(num_cpus=INFRASTRUCTURE_CPU)
 def train(run_id: str, step: int, *_after: Any) -> Any:
     return node_call(run_id, "trainer", f"train[{step}]", "train", step)
 
 
-@ray.remote(num_cpus=NODE_CPUS)
+@ray.remote(num_cpus=INFRASTRUCTURE_CPU)
 def evaluate(run_id: str, step: int, *_after: Any) -> Any:
     return node_call(run_id, "evaluator_pool", f"evaluate[{step}]", "evaluate", step)
 
 
-@ray.remote(num_cpus=NODE_CPUS)
+@ray.remote(num_cpus=INFRASTRUCTURE_CPU)
 def finish(step: int, *_after: Any) -> int:
     """The window's end: every node of it is done."""
     return step

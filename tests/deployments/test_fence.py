@@ -50,14 +50,20 @@ async def test_an_old_clusters_buffer_actor_cannot_start_again(run):
         await bare(ReplayBuffer, paths, config, None, old).build()
 
 
-async def test_the_trainer_actor_stops_before_its_checkpoint_once_a_resume_has_begun(run, tmp_path, monkeypatch):
-    paths, config = run
+async def begun(paths, config, tmp_path, monkeypatch) -> tuple[int, BufferService, list[int]]:
+    """A run epoch with its buffer, a student for trainer actors, and the exit codes of those that end their process."""
     epoch = await begin(paths, config)
     buffer = BufferService(paths, BufferSettings.from_config(config))
     await buffer.open()
     student, ended = saved_student(tmp_path / "student"), []
     monkeypatch.setattr(TrainerActor, "_student", lambda self: student)
     monkeypatch.setattr("deployments.trainer.os._exit", ended.append)
+    return epoch, buffer, ended
+
+
+async def test_the_trainer_actor_stops_before_its_checkpoint_once_a_resume_has_begun(run, tmp_path, monkeypatch):
+    paths, config = run
+    epoch, buffer, ended = await begun(paths, config, tmp_path, monkeypatch)
     trainer = await bare(TrainerActor, paths, config, buffer, epoch).build()
     await buffer.assign(1, 0, 0)
     assert (await trainer.train(1))["end_of_data"]
@@ -74,12 +80,7 @@ async def test_the_trainer_actor_stops_before_its_checkpoint_once_a_resume_has_b
 async def test_a_trainer_actor_that_is_taken_for_dead_stops_before_its_checkpoint(run, tmp_path, monkeypatch):
     """An old version that it published would stand in front of the new one."""
     paths, config = run
-    epoch = await begin(paths, config)
-    buffer = BufferService(paths, BufferSettings.from_config(config))
-    await buffer.open()
-    student, ended = saved_student(tmp_path / "student"), []
-    monkeypatch.setattr(TrainerActor, "_student", lambda self: student)
-    monkeypatch.setattr("deployments.trainer.os._exit", ended.append)
+    epoch, buffer, ended = await begun(paths, config, tmp_path, monkeypatch)
     old, new = [await bare(TrainerActor, paths, config, buffer, epoch).build() for _ in range(2)]
     await buffer.assign(1, 0, 0)
     with pytest.raises(FencedOut, match="trainer 2 of run run has begun, this is 1"):
