@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
@@ -24,8 +25,10 @@ import ray
 from ray.serve.context import _set_global_client
 
 from deployments.names import NAMESPACE
+from deployments.threads import begun
 from pipeline.buffer.lock import ProcessId
 from pipeline.config.training import Ray
+from pipeline.errors import StageFailed
 from pipeline.evaluator.machine import Machine, count_gpus, this_machine
 from pipeline.paths import RunPaths
 
@@ -41,6 +44,8 @@ one is for a GCS that is killed while Ray starts, when nobody watches it yet."""
 SERVICES = ("gcs_server", "raylet")
 POLL_S = 0.05
 SHUTDOWN_S = 15.0
+LOST_SHUTDOWN_S = 1.0
+"""For a Ray that has lost a service: it is tried, but as a rule it does not end."""
 log = logging.getLogger(__name__)
 
 
@@ -78,9 +83,31 @@ class PrivateCluster:
         self._paths = paths
         self._settings = settings
         self._storage = storage
+        self._stopped = threading.Event()
 
     def start(self) -> None:
-        start(self._paths, self._settings, self._storage)
+        """Raises StageFailed as soon as a service of Ray has ended meanwhile, which Ray itself would wait for."""
+        starting: Future[None] = Future()
+        begun(self._start_and_stay, starting)
+        seen: dict[str, ProcessId] = {}
+        while True:
+            try:
+                return starting.result(POLL_S)
+            except TimeoutError:
+                seen |= self.services()
+            lost = [f"{name} (pid {process.pid})" for name, process in seen.items() if not process.alive()]
+            if lost and not starting.done():
+                raise StageFailed("ray", f"its {', '.join(lost)} ended while it started; `rollout resume` goes on")
+
+    def _start_and_stay(self, starting: Future[None]) -> None:
+        """Ray has the kernel end its services when their parent ends, which to the kernel is the thread that started them."""
+        try:
+            start(self._paths, self._settings, self._storage)
+        except BaseException as error:
+            starting.set_exception(error)
+        else:
+            starting.set_result(None)
+            self._stopped.wait()
 
     def machine(self) -> Machine:
         return this_machine(self._settings)
@@ -98,6 +125,7 @@ class PrivateCluster:
 
     def stop(self) -> None:
         stop(self._paths)
+        self._stopped.set()
 
 
 def temporary_folder(paths: RunPaths) -> Path:
@@ -115,19 +143,24 @@ def processes() -> list[ProcessId]:
 def stop(paths: RunPaths) -> None:
     """Shut Ray down and end what is left of it, by pid."""
     mine = processes()
-    _shutdown()
+    _shutdown(SHUTDOWN_S if _complete() else LOST_SHUTDOWN_S)
     _set_global_client(None)  # Serve keeps its controller's handle, and a later Ray of this process would be asked for that actor
     end(mine, grace_s=5.0)
     shutil.rmtree(temporary_folder(paths), ignore_errors=True)
 
 
-def _shutdown() -> None:
+def _complete() -> bool:
+    """Whether all services live that this process started."""
+    living = {child.name() for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
+    return living.issuperset(SERVICES)
+
+
+def _shutdown(seconds: float) -> None:
     """Ray's own end asks its services, and would wait for ever for one that was killed."""
-    ending = threading.Thread(target=ray.shutdown, name="ray shutdown", daemon=True)
-    ending.start()
-    ending.join(SHUTDOWN_S)
-    if ending.is_alive():
-        log.warning("Ray did not shut down within %.0f s; its processes are ended by pid", SHUTDOWN_S)
+    try:
+        begun(ray.shutdown).result(seconds)
+    except TimeoutError:
+        log.warning("Ray did not shut down within %.0f s; its processes are ended by pid", seconds)
         atexit.unregister(ray.shutdown)
 
 

@@ -21,6 +21,7 @@ from deployments.placement import in_bundle, on_this_node, place
 from deployments.replay_buffer import ReplayBuffer
 from deployments.serving import wait_running
 from deployments.teacher_scorer import TeacherScorerActor
+from deployments.threads import in_thread
 from deployments.trainer import TrainerActor
 from pipeline.buffer.reader import read_run_epoch
 from pipeline.config.schema import RunConfig
@@ -54,14 +55,14 @@ class Launch:
 
     async def start(self) -> None:
         """Returns when the pipeline can roll out. Teachers may still be in the making: `teachers_ready` waits for them."""
-        group = await asyncio.to_thread(place, self._paths.run_id, self._nodes, self._config.run.start_timeout_s)
+        group = await in_thread(place, self._paths.run_id, self._nodes, self._config.run.start_timeout_s)
         own, options = self._own_arguments(), {**OPTIONS, **on_this_node()}
         for actor in ACTORS:
             self.handles[actor.stage] = self._create(actor.stage, actor, options, str(self._paths.root), *own.get(actor, ()))
         for index, node in enumerate(self._nodes):
             stage, options = worker_stage(index), {**WORKER_OPTIONS, **in_bundle(group, index)}
             self.handles[stage] = self._create(stage, EvaluatorWorkerActor, options, str(self._paths.root), node.node, index)
-        await asyncio.to_thread(self._deploy)
+        await in_thread(self._deploy)
         await self._ready([stage for stage in self.handles if stage != TeacherScorerActor.stage])
         log.info("the stages are ready, the student's engine starts")
         await wait_running(student_app(self._paths.run_id), self._config.run.start_timeout_s)

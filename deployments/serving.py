@@ -6,6 +6,7 @@ import asyncio
 
 from ray import serve
 
+from deployments.threads import in_thread
 from pipeline.errors import StageFailed
 
 POLL_S = 0.2
@@ -16,7 +17,7 @@ async def wait_running(app: str, timeout_s: float) -> None:
     """Raises StageFailed naming the application when it failed or did not serve within `timeout_s` seconds."""
     try:
         async with asyncio.timeout(timeout_s):
-            while not await asyncio.to_thread(_running, app):
+            while not await in_thread(_running, app):
                 await asyncio.sleep(POLL_S)
     except TimeoutError as error:
         raise StageFailed(app, f"did not serve within {timeout_s:.0f} s (run.start_timeout_s)") from error

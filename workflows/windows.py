@@ -6,7 +6,6 @@ otherwise a new workflow id starts from the first step that the ledger has not c
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import ray
 from ray import workflow
 
+from deployments.threads import in_thread
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RolloutError, StageFailed, cause_chain, root_cause
 from pipeline.paths import RunPaths
@@ -74,7 +74,7 @@ async def run_windows(config: RunConfig, paths: RunPaths, buffer: Ledger, facts:
                 lost_at, interrupted = done, window
                 continue
         interrupted = None
-        await asyncio.to_thread(workflow.delete, window.workflow_id(paths.run_id))
+        await in_thread(workflow.delete, window.workflow_id(paths.run_id))
 
 
 def end_of_data(results: dict[int, dict[str, Any]]) -> int | None:
@@ -103,7 +103,7 @@ async def _run(window: Window, config: RunConfig, run_id: str, storage: Path, ev
     graph = dag.window(config, run_id, window.first, window.last, evaluate_before)
     identity = window.workflow_id(run_id)
     started = time.time()
-    reference = await asyncio.to_thread(lambda: workflow.run_async(graph, workflow_id=identity))
+    reference = await in_thread(workflow.run_async, graph, workflow_id=identity)
     await _ended(reference, storage, identity, started)
 
 
@@ -112,7 +112,7 @@ async def _resumed(window: Window, run_id: str, storage: Path) -> bool:
     identity = window.workflow_id(run_id)
     started = time.time()
     try:
-        reference = await asyncio.to_thread(lambda: workflow.resume_async(identity))
+        reference = await in_thread(workflow.resume_async, identity)
         await _ended(reference, storage, identity, started)
     except (_NoStageFailed, ray.exceptions.RayError, workflow.WorkflowExecutionError, OSError, ValueError) as error:
         log.warning("workflow %s cannot be resumed; a new one starts from the ledger", identity, exc_info=error)
@@ -128,11 +128,11 @@ async def _ended(reference: ray.ObjectRef, storage: Path, identity: str, started
     """Waits in other threads: the output of a workflow that had ended before refers to more, and Ray, which fetches that while it
     reads the output, would wait for ever in the thread that completes futures."""
     try:
-        while not (await asyncio.to_thread(ray.wait, [reference], timeout=POLL_S))[0]:
+        while not (await in_thread(ray.wait, [reference], timeout=POLL_S))[0]:
             pass
-        await asyncio.to_thread(ray.get, reference)
+        await in_thread(ray.get, reference)
     except ray.exceptions.RayError as error:
-        failure = await asyncio.to_thread(_node_failure, storage, identity, started)
+        failure = await in_thread(_node_failure, storage, identity, started)
         if failure is None:
             raise _NoStageFailed(f"workflow {identity}: {str(error).strip().splitlines()[-1]}") from error
         raise failure from failure.__cause__

@@ -82,15 +82,15 @@ class Observer:
     async def final(self, state: str | None = None, error: str | None = None) -> dict[str, Any]:
         """Write everything one last time, summary.json and report.html too, from the files when the buffer is gone.
 
-        state, error: how the run ended, where the ledger does not say it yet. Returns the summary. Raises StageFailed when
-        metrics or summary cannot be written.
+        state, error: how the run ended, where the ledger does not say it yet; the buffer is not asked then. Returns the summary.
+        Raises StageFailed when metrics or summary cannot be written.
         """
         try:
-            self._status = await self._last(self._buffer.status, lambda: read_status(self._paths), self._status)
+            asks = state is None
+            self._status = await self._last(self._buffer.status if asks else None, read_status, self._status)
             if state is not None:
                 self._status = {**self._status, "state": state, "error": error}
-            steps = await self._last(self._buffer.steps, lambda: {"results": read_steps(self._paths)}, {"results": self._results})
-            self._sync(steps["results"])
+            self._sync(await self._last(self._results_of_buffer if asks else None, read_steps, self._results))
             self._evaluated_at = float("-inf")
             self._draw(self._status, last=True)
             summary = {**build_summary(self._paths, self._status), "observer_errors": dict(self.errors)}
@@ -104,8 +104,7 @@ class Observer:
         try:
             self._status = await asyncio.wait_for(self._buffer.status(), CALL_S)
             if self._status.get("step") != self._synced_step:
-                steps = await asyncio.wait_for(self._buffer.steps(), CALL_S)
-                self._results = steps["results"]
+                self._results = await asyncio.wait_for(self._results_of_buffer(), CALL_S)
         except Exception as error:
             self._unreadable(error)
             return
@@ -121,17 +120,23 @@ class Observer:
             bound = f"observe.stall_s {self._stall_s:.0f}"
             raise StageFailed("observe", f"no status for {silent:.0f} s ({bound}): {root_cause(error)}") from error
 
-    async def _last(self, ask: Callable[[], Any], read: Callable[[], Any], known: dict[str, Any]) -> dict[str, Any]:
+    async def _last(
+        self, ask: Callable[[], Any] | None, read: Callable[[RunPaths], dict[Any, Any]], known: dict[Any, Any]
+    ) -> dict[Any, Any]:
         """From the buffer, else from the run folder, else what was seen last."""
+        if ask is not None:
+            try:
+                return await asyncio.wait_for(ask(), CALL_S)
+            except Exception as error:
+                self._count("ledger", error)
         try:
-            return await asyncio.wait_for(ask(), CALL_S)
-        except Exception as error:
-            self._count("ledger", error)
-        try:
-            return read()
+            return read(self._paths)
         except Exception as error:
             self._count("ledger", error)
         return known
+
+    async def _results_of_buffer(self) -> dict[int, dict[str, Any]]:
+        return (await self._buffer.steps())["results"]
 
     def _sync(self, results: dict[int, dict[str, Any]]) -> None:
         self._results = {int(step): metrics for step, metrics in results.items()}

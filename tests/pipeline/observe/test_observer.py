@@ -22,6 +22,7 @@ class Ledger:
     def __init__(self):
         self.error: Exception | None = None
         self.hangs = False
+        self.state = "running"
         self.calls = {"status": 0, "steps": 0}
 
     def step(self):
@@ -40,7 +41,7 @@ class Ledger:
         return value
 
     async def status(self):
-        return await self._answer("status", status(self.step()))
+        return await self._answer("status", status(self.step(), state=self.state))
 
     async def steps(self):
         return await self._answer("steps", {"results": results(self.step())})
@@ -66,7 +67,8 @@ async def test_a_run_is_followed_to_its_end(paths):
     observer = make(paths, ledger := Ledger(), stream)
     write_evaluation(paths, "eval_000000", 0.1)
     await run_for(observer, 30.5)
-    summary = await observer.final("finished")
+    ledger.state = "finished"
+    summary = await observer.final()
     assert [line["step"] for line in read_metrics(paths.metrics)] == list(range(1, ledger.step() + 1))
     assert len(read_timeline(timeline_path(paths))) == 1 + 31 + 1
     tags = {(tag, step) for tag, step, _ in read_scalars(paths.tensorboard)}

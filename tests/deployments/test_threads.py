@@ -1,0 +1,52 @@
+import asyncio
+import threading
+import time
+
+import pytest
+
+from deployments.threads import in_thread
+
+
+def test_the_result_and_the_error_of_a_call_arrive():
+    def fail():
+        raise KeyError("lost")
+
+    assert asyncio.run(in_thread(divmod, 7, 2)) == (3, 1)
+    with pytest.raises(KeyError, match="lost"):
+        asyncio.run(in_thread(fail))
+
+
+def test_a_loop_ends_although_a_call_does_not():
+    never, entered = threading.Event(), threading.Event()
+
+    def wait():
+        entered.set()
+        never.wait()
+
+    async def give_up():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(in_thread(wait), 0.05)
+
+    begun = time.monotonic()
+    asyncio.run(give_up())
+    assert entered.is_set()
+    assert time.monotonic() - begun < 5.0
+    never.set()
+
+
+def test_a_call_that_ends_after_the_loop_disturbs_nobody(recwarn):
+    go, gone = threading.Event(), threading.Event()
+
+    def wait():
+        go.wait()
+        gone.set()
+
+    async def give_up():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(in_thread(wait), 0.05)
+
+    asyncio.run(give_up())
+    go.set()
+    assert gone.wait(5.0)
+    time.sleep(0.05)
+    assert not recwarn.list
