@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,6 +21,7 @@ import psutil
 from pipeline.errors import Locked
 from pipeline.paths import RunPaths
 
+LOOK_S = 0.25
 _SAME_START_S = 1.0
 """Start times are derived from the boot time, which may be read a little differently after the clock was set."""
 
@@ -57,14 +59,25 @@ class RunLock:
     def acquire(self) -> None:
         """Raises Locked, naming the run and the pid that holds it."""
         file = os.open(self._paths.lock, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not self._taken(file):
             os.close(file)
-            raise Locked(f"run {self._paths.run_id} is locked by {_name(read_lock(self._paths))}: {self._paths.lock}") from error
+            raise Locked(f"run {self._paths.run_id} is locked by {_name(read_lock(self._paths))}: {self._paths.lock}")
         self._file = file
         self._cluster = _cluster(read_lock(self._paths))
         self._write()
+
+    def _taken(self, file: int) -> bool:
+        """Tried for a moment: who only looks whether the run is held (`is_held`) has it for as long as that takes."""
+        deadline = time.monotonic() + LOOK_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(LOOK_S / 10)
+            else:
+                return True
 
     def record(self, pids: Iterable[int]) -> None:
         """The processes of this run's cluster, beside those of the old one that still live."""

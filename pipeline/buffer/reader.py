@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeline.buffer import progress
 from pipeline.buffer.ledger import used_capacity
+from pipeline.buffer.lock import is_held
 from pipeline.buffer.schema import get_meta, open_reader
 from pipeline.errors import FencedOut, StoreError
 from pipeline.paths import RunPaths
@@ -20,6 +21,14 @@ def read_status(paths: RunPaths) -> dict[str, Any]:
     """`rollout status RUN --json`. Raises UserError when there is no run, or it is of another program or version."""
     with _snapshot(paths) as db:
         return status(db)
+
+
+def read_live_status(paths: RunPaths) -> dict[str, Any]:
+    """`read_status`, except that a run which no process drives any more does not run."""
+    found = read_status(paths)
+    if found["state"] in ("starting", "running") and not is_held(paths):
+        return found | {"state": "stopped", "error": "its driver was killed; `rollout resume` goes on"}
+    return found
 
 
 def read_steps(paths: RunPaths) -> dict[int, dict[str, Any]]:

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pipeline.buffer.lock import is_held
-from pipeline.buffer.reader import read_status
+from pipeline.buffer.reader import read_live_status
 from pipeline.cli.options import JsonOption, RunsDirOption
 from pipeline.cli.output import echo_json, show
 from pipeline.cli.runs import find_run, list_runs, run_root
@@ -33,21 +32,13 @@ def status(
     if run is None:
         _show_all(root, as_json)
         return
-    found = as_it_is(find_run(root, run))
+    found = read_live_status(find_run(root, run))
     if as_json:
         echo_json(found)
         return
     from pipeline.observe.tables import render_status
 
     show(render_status(found))
-
-
-def as_it_is(paths: RunPaths) -> dict[str, Any]:
-    """The ledger's word, except that a run which no process drives any more does not run."""
-    found = read_status(paths)
-    if found["state"] in ("starting", "running") and not is_held(paths):
-        return found | {"state": "stopped", "error": "its driver was killed; `rollout resume` goes on"}
-    return found
 
 
 def _show_all(root: Path, as_json: bool) -> None:
@@ -67,7 +58,7 @@ def _row(paths: RunPaths) -> dict[str, Any]:
     before, after = (item and item.overall.accuracy for item in before_and_after(student_evaluations(paths.details)))
     row = {"run_id": paths.run_id, "path": str(paths.root), "accuracy_before": before, "accuracy_after": after}
     try:
-        found = as_it_is(paths)
+        found = read_live_status(paths)
     except RolloutError as error:
         return row | {"state": "unreadable", "error": str(error)}
     return row | {key: found[key] for key in ("state", "step", "steps", "error")}

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from pipeline.buffer.lock import RunLock, is_held, signal_owner
 from pipeline.buffer.offline import record_state
-from pipeline.buffer.reader import read_status
+from pipeline.buffer.reader import read_live_status
 from pipeline.buffer.schema import create_run
 from pipeline.buffer.settings import BufferSettings
 from pipeline.cli.checks import check_names
@@ -151,20 +151,18 @@ class Runs:
             await record_state(paths, BufferSettings.from_config(config), "cancelled", new_run_epoch=True)
 
     def _view(self, paths: RunPaths) -> dict[str, Any]:
-        """`rollout status --json`, and `status`: what the ledger says, unless the run's process is gone."""
+        """`rollout status --json`, and `status`: the same, except that a process which was just started counts."""
         base = {"id": paths.run_id, "object": "run"}
         try:
-            found = read_status(paths)
+            found = read_live_status(paths)
         except RolloutError as error:
             return base | {"status": "failed", "state": "unreadable", "error": str(error)}
         return base | {"status": self._status(paths, found["state"])} | found
 
     def _status(self, paths: RunPaths, state: str) -> str:
-        if is_held(paths):
-            return "running" if state == "running" else "starting"
-        if self._just_launched(paths):
-            return "starting"
-        return state if state in ENDED else "stopped"
+        if state == "running" or not (is_held(paths) or self._just_launched(paths)):
+            return state
+        return "starting"
 
     def _just_launched(self, paths: RunPaths) -> bool:
         """Launched, and the lock was not taken since."""

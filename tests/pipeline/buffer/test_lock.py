@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,16 @@ def test_a_second_owner_is_refused_with_pid_and_run(tmp_path):
     assert not is_held(paths)
     with RunLock(paths):
         assert read_lock(paths)["pid"] == os.getpid()
+        assert is_held(paths)
+
+
+def test_who_only_looks_whether_a_run_is_held_does_not_keep_its_owner_out(tmp_path):
+    paths = new_run(tmp_path)
+    paths.lock.touch()
+    look = os.open(paths.lock, os.O_RDONLY)
+    fcntl.flock(look, fcntl.LOCK_SH)
+    threading.Timer(0.1, os.close, [look]).start()
+    with RunLock(paths):
         assert is_held(paths)
 
 
