@@ -112,21 +112,27 @@ def _describe(report: StageReport) -> str:
 
 
 class EngineProbe:
-    """A MONITOR: an engine that does not answer `info` several times in a row is a failure of its own stage name."""
+    """A MONITOR: an engine that nobody brings back is a failure of its own stage name.
 
-    def __init__(self, name: str, engine: Engine, *, every_s: float = 5.0, timeout_s: float = 20.0, misses: int = 3) -> None:
-        self._name, self._engine = name, engine
-        self._every_s, self._timeout_s, self._misses = every_s, timeout_s, misses
+    gone_s: without an answer to `info`; as long as a replica may take to start. clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, name: str, engine: Engine, gone_s: float, clock: Callable[[], float], *, every_s: float = 5.0, timeout_s: float = 20.0
+    ) -> None:
+        self._name, self._engine, self._gone_s, self._clock = name, engine, gone_s, clock
+        self._every_s, self._timeout_s = every_s, timeout_s
 
     async def run(self) -> NoReturn:
-        missed = 0
+        answered = self._clock()
         while True:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     await self._engine.info()
-                missed = 0
+                answered = self._clock()
             except Exception as error:
-                missed += 1
-                if missed >= self._misses:
-                    raise StageFailed(self._name, f"the engine missed {missed} probes in a row: {root_cause(error)}") from error
+                silent = self._clock() - answered
+                if silent >= self._gone_s:
+                    bound = f"run.start_timeout_s {self._gone_s:g}"
+                    raise StageFailed(self._name, f"no answer for {silent:.0f} s ({bound}): {root_cause(error)}") from error
             await asyncio.sleep(self._every_s)

@@ -16,10 +16,11 @@ from typing import Any, NoReturn
 import ray
 
 from deployments import cluster
-from deployments.calls import RemoteStage
+from deployments.calls import CALL_S, RemoteEngine, RemoteStage
 from deployments.cluster import PrivateCluster
 from deployments.joined import JoinedCluster
 from deployments.launch import Launch
+from deployments.names import ENGINE_DEPLOYMENT, student_app
 from pipeline.buffer.api import StageReport
 from pipeline.buffer.lock import RunLock
 from pipeline.buffer.offline import record_state
@@ -32,7 +33,7 @@ from pipeline.observe.observer import Observer
 from pipeline.paths import RunPaths
 from pipeline.pumps import Pump, PumpKind, supervise
 from pipeline.sandboxes.leases import default_root, reap
-from pipeline.watchdog import StallWatchdog
+from pipeline.watchdog import EngineProbe, StallWatchdog
 from workflows.monitors import ClusterWatch, NodeCounter, RestartWatch
 from workflows.screen import own_lines_only
 from workflows.storage import storage_uri
@@ -164,11 +165,17 @@ class Driver:
             Pump("signals", PumpKind.MONITOR, self._watch_signals),
             Pump("restarts", PumpKind.MONITOR, restarts.run),
             Pump("watchdog", PumpKind.MONITOR, watchdog.run),
+            Pump("engine", PumpKind.MONITOR, self._student_probe().run),
             Pump("observer", PumpKind.MONITOR, observer.run),
             Pump("bookkeeping", PumpKind.MONITOR, lambda: self._keep_books(buffer, nodes)),
             Pump("teachers", PumpKind.PRODUCER, lambda: self._evaluate_teachers(launch)),
             Pump("workflow", PumpKind.TERMINAL, lambda: run_windows(self.config, self.paths, buffer, facts, storage)),
         ]
+
+    def _student_probe(self) -> EngineProbe:
+        """Serve replaces a dead replica; one that never comes up again would only be seen as rollouts that fail."""
+        engine = RemoteEngine(student_app(self.paths.run_id), ENGINE_DEPLOYMENT, CALL_S)
+        return EngineProbe("student", engine, self.config.run.start_timeout_s, time.monotonic)
 
     async def _evaluate_teachers(self, launch: Launch) -> None:
         """Once the teachers are there: what they can do on the held-out tasks, for the summary."""

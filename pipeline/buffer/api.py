@@ -189,7 +189,7 @@ class BufferClient(Protocol):
         ...
 
     async def status(self) -> dict[str, Any]:
-        """CONTRACT: `rollout status RUN --json`, from one read transaction."""
+        """What `rollout status RUN --json` says, from one read transaction."""
         ...
 
     async def claim(self, role: str) -> int:

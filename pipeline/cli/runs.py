@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.config.loading import Loaded, dump, read_config
+from pipeline.config.loading import Loaded, dump
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Rollout
 from pipeline.durable import sync, write_whole
@@ -68,11 +68,6 @@ def create_run_folder(root: Path, loaded: Loaded, run_id: str | None, now: datet
         held = _copy_student(held, paths)
     write_config(paths, held.model_copy(update={"run": held.run.model_copy(update={"id": run_id})}))
     return paths
-
-
-def load_run(paths: RunPaths) -> RunConfig:
-    """The configuration of a run; its own modules can be imported from then on."""
-    return read_config(paths.config).config
 
 
 def write_config(paths: RunPaths, config: RunConfig) -> None:

@@ -102,7 +102,7 @@ class SandboxPart(Strict):
 
 
 class Spec(Strict):
-    """How one task type is played. See SPEC: evaluator specs and the cascade."""
+    """How one task type is played; what a group or a sample sets itself comes before it."""
 
     evaluator_id: str | None = None
     """None: the task type."""

@@ -31,7 +31,7 @@ _FAILURE_COLOURS = {"solved": "teal", "infra": "rose", "timeout": "rose", "other
 
 
 def write_report(paths: RunPaths, status: dict[str, Any] | None = None) -> Path:
-    """Write and return report.html. status: CONTRACT's, when the caller has it; else it is read from the ledger."""
+    """Write and return report.html. status: as `rollout status --json` says it, when the caller has it; else it is read from the ledger."""
     page = render_report(paths, _status(paths) if status is None else status)
     aside = paths.report.with_suffix(".html.tmp")
     aside.write_text(page, encoding="utf-8")
@@ -68,14 +68,18 @@ def render_report(paths: RunPaths, status: dict[str, Any]) -> str:
 
 
 def learning_curve_png(paths: RunPaths, out: Path) -> Path:
-    """The learning curve as a picture on white, 1600 pixels wide. Raises UserError when there is nothing to draw yet."""
+    """The learning curve as a picture on white, 1600 pixels wide. Raises UserError when there is nothing to draw yet, or the file
+    cannot be written."""
     lines, evaluations = read_metrics(paths.metrics), student_evaluations(paths.details)
     teacher = build_summary(paths, {})["accuracy_teacher"]
     figure = plots.learning_curve(_accuracy(evaluations), teacher, Curve(*series(lines, "reward_mean")), theme.LIGHT)
     if figure is None:
         raise UserError(f"run {paths.run_id} has no evaluation and no trained step yet: nothing to draw")
     figure.set_size_inches(8, 3.6)
-    figure.savefig(out, format="png", dpi=200, facecolor="white")
+    try:
+        figure.savefig(out, format="png", dpi=200, facecolor="white")
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}") from error
     return out
 
 

@@ -18,7 +18,7 @@ _PACKAGES = ("rollout-pipeline", "ray", "torch", "transformers", "numpy")
 
 
 def build_summary(paths: RunPaths, status: dict[str, Any]) -> dict[str, Any]:
-    """The whole summary; `status` is CONTRACT's, possibly of a run still in progress or empty.
+    """The whole summary; `status` is what `rollout status --json` says, possibly of a run still in progress or empty.
 
     Accuracies are held-out, over scored samples, of valid evaluations: `before` is that of version 0, `after` the newest one
     of a later version. Overall pools the datasets.

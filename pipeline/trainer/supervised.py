@@ -102,14 +102,6 @@ def _train(model: PreTrainedModel, rows: _Rows, settings: Supervised, seed: int,
     return Trained(step, time.monotonic() - began, _accuracy(model, rows, checked), stopped_by)
 
 
-def greedy_accuracy(
-    model: PreTrainedModel, renderer: ChatRenderer, pairs: Sequence[tuple[Sequence[tuple[str, str]], str]]
-) -> float:
-    """Share of the pairs whose answer greedy decoding gives exactly."""
-    rows = _tokenise(renderer, pairs, model.config.max_position_embeddings)
-    return _accuracy(model, rows, torch.arange(len(rows.ids_nt)))
-
-
 @torch.no_grad()
 def _accuracy(model: PreTrainedModel, rows: _Rows, chosen: Tensor) -> float:
     """Greedy decoding says the answer exactly if and only if, given the answer so far, each of its tokens is the most likely."""

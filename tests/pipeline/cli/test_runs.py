@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.runs import check_run_id, create_run_folder, find_run, list_runs, load_run, new_run_id, run_root, write_config
-from pipeline.config.loading import load
+from pipeline.cli.runs import check_run_id, create_run_folder, find_run, list_runs, new_run_id, run_root, write_config
+from pipeline.config.loading import load, read_config
 from pipeline.errors import UserError
 from pipeline.paths import RunPaths
 
@@ -76,9 +76,9 @@ def test_a_changed_configuration_stays_movable(config_file, tmp_path):
     paths = create_run_folder(tmp_path / "runs", load(config_file), "one", NOW)
     longer = load(paths.config, ["trainer.steps=99"]).config
     write_config(paths, longer)
-    assert load_run(paths) == longer
+    assert read_config(paths.config).config == longer
     moved = paths.root.rename(tmp_path / "moved")
-    assert load_run(RunPaths(moved)).datasets["d"].path == moved / "data" / "d.jsonl"
+    assert read_config(RunPaths(moved).config).config.datasets["d"].path == moved / "data" / "d.jsonl"
 
 
 def test_a_missing_input_leaves_no_folder(config_file, tmp_path):

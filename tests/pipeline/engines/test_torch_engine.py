@@ -109,7 +109,7 @@ async def test_the_context_bounds_a_response(folder: Path) -> None:
 
 @pytest.mark.fault(31)
 async def test_no_tokens_carry_a_version_that_did_not_make_them(tmp_path: Path) -> None:
-    """FAULTS 31: version v says token 5 + v, so that every token tells which weights made it."""
+    """Version v says token 5 + v, so that every token tells which weights made it."""
     folders = [tmp_path / f"m{i}" for i in range(6)]
     for version, each in enumerate(folders):
         constant_model(each, 5 + version)
@@ -211,7 +211,7 @@ async def test_scores_equal_transformers_and_are_joined_by_row(folder: Path) -> 
 
 @pytest.mark.fault(21)
 async def test_known_probabilities_land_on_the_right_tokens(tmp_path: Path) -> None:
-    """FAULTS 21: a toy teacher that looks at the current token c only and says token 5 next with probability 2^-(c - 4)."""
+    """A toy teacher that looks at the current token c only and says token 5 next with probability 2^-(c - 4)."""
     model = make_model(tmp_path)
     vocabulary = model.config.vocab_size
     with torch.no_grad():
@@ -239,7 +239,7 @@ async def test_known_probabilities_land_on_the_right_tokens(tmp_path: Path) -> N
         np.testing.assert_allclose(result.logprobs, full[row.start - 1 :], atol=1e-4)
         np.testing.assert_allclose(flat.logprobs, np.log(0.9 * np.exp(full[row.start - 1 :]) + 0.1 / vocabulary), atol=1e-4)
         np.testing.assert_allclose(np.exp(flat.full_logprobs).sum(-1), 1.0, atol=1e-5)
-    assert scored[-1].logprobs.shape == (0,) and flattened[-1].full_logprobs.shape == (0, vocabulary)  # FAULTS 22
+    assert scored[-1].logprobs.shape == (0,) and flattened[-1].full_logprobs.shape == (0, vocabulary)
 
 
 async def test_a_row_that_cannot_be_scored_is_named(folder: Path) -> None:

@@ -69,6 +69,14 @@ def test_report_prints_the_path_of_what_it_wrote(app, runs):
     assert "25.0 %" in path.read_text()
 
 
+def test_report_draws_the_learning_curve_alone(app, runs, tmp_path):
+    out = tmp_path / "curve.png"
+    assert call(app, runs, "report", "second", "--picture", str(out)).stdout.strip() == str(out)
+    assert out.read_bytes().startswith(b"\x89PNG") and not (runs / "second" / "report.html").exists()
+    with pytest.raises(UserError, match="none/curve.png cannot be written: No such file"):
+        call(app, runs, "report", "second", "--picture", str(tmp_path / "none" / "curve.png"))
+
+
 @pytest.mark.parametrize("command", ["status", "report"])
 def test_an_unknown_run_is_refused_with_the_nearest(app, runs, command):
     with pytest.raises(UserError, match="first"):

@@ -10,7 +10,7 @@ from pipeline.config.models import Architecture, Supervised
 from pipeline.engines.renderer import ChatRenderer
 from pipeline.errors import ConfigError
 from pipeline.trainer.models import new_llama
-from pipeline.trainer.supervised import greedy_accuracy, train_supervised
+from pipeline.trainer.supervised import train_supervised
 from pipeline.trainer.tokenizer import build_tokenizer
 
 PAIRS = [((("user", f"Multiply these numbers: {a} * {b} ="),), str(a * b)) for a in range(8) for b in range(8)]
@@ -20,6 +20,21 @@ def made(folder: Path, **shape):
     build_tokenizer(PAIRS, folder)
     renderer = ChatRenderer.load(folder)
     return new_llama(Architecture(**{"hidden": 32, "mlp": 64, **shape}), renderer, seed=0), renderer
+
+
+@torch.no_grad()
+def greedy_accuracy(model, renderer: ChatRenderer, pairs) -> float:
+    """Share of the pairs whose answer transformers' own greedy decoding gives."""
+    by_length: dict[int, list] = {}
+    for messages, answer in pairs:
+        prompt = torch.tensor(renderer.render(messages))
+        by_length.setdefault(len(prompt), []).append((prompt, answer))
+    solved = 0
+    for length, found in by_length.items():
+        prompts = torch.stack([prompt for prompt, _ in found])
+        said = model.generate(prompts, do_sample=False, max_new_tokens=8, attention_mask=torch.ones_like(prompts))[:, length:]
+        solved += sum(renderer.decode(line.tolist()).strip() == answer for line, (_, answer) in zip(said, found, strict=True))
+    return solved / len(pairs)
 
 
 def test_learns_a_set_that_can_be_memorised_and_stops_when_it_has(tmp_path: Path) -> None:
