@@ -31,7 +31,7 @@ _FAILURE_COLOURS = {"solved": "teal", "infra": "rose", "timeout": "rose", "other
 
 
 def write_report(paths: RunPaths, status: dict[str, Any] | None = None) -> Path:
-    """Write and return report.html. status: as `rollout status --json` says it, when the caller has it; else it is read from the ledger."""
+    """Write and return report.html. status: of `rollout status --json`, when the caller has it; else it is read here."""
     page = render_report(paths, _status(paths) if status is None else status)
     aside = paths.report.with_suffix(".html.tmp")
     aside.write_text(page, encoding="utf-8")
