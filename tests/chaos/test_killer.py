@@ -8,6 +8,7 @@ from tests.chaos.killer import campaign, figures, table
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.fault(2)
 def test_nothing_is_lost_trained_twice_or_regenerated(tmp_path):
     killer = campaign(tmp_path, 20, seed=1)
     found = figures(killer)

@@ -177,6 +177,7 @@ def test_an_evaluation_over_http_says_what_rollout_eval_says(service, capsys):
     assert view["results"]["words"] == {key: found[key] for key in view["results"]["words"]}
 
 
+@pytest.mark.fault(34)
 def test_a_client_that_goes_away_does_not_end_its_evaluation(service):
     name = service.submit(datasets=[{"name": "slow"}])
     with service.client.stream("GET", f"/v1/evals/{name}/events") as response:

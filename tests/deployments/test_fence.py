@@ -41,6 +41,7 @@ async def begin(paths: RunPaths, config) -> int:
     return read_run_epoch(paths)
 
 
+@pytest.mark.fault(39)
 async def test_an_old_clusters_buffer_actor_cannot_start_again(run):
     paths, config = run
     old = await begin(paths, config)
@@ -61,6 +62,7 @@ async def begun(paths, config, tmp_path, monkeypatch) -> tuple[int, BufferServic
     return epoch, buffer, ended
 
 
+@pytest.mark.fault(39)
 async def test_the_trainer_actor_stops_before_its_checkpoint_once_a_resume_has_begun(run, tmp_path, monkeypatch):
     paths, config = run
     epoch, buffer, ended = await begun(paths, config, tmp_path, monkeypatch)

@@ -9,6 +9,8 @@ import shutil
 import signal
 import time
 
+import pytest
+
 from pipeline.buffer.reader import read_steps
 from tests.e2e.program import adds_up, nodes, status, trained_as_planned, wait_for
 
@@ -48,6 +50,7 @@ def finishes(rollout, paths, command) -> dict:
     return found
 
 
+@pytest.mark.fault(2, 35, 38)
 def test_killed_drivers_killed_clusters_and_a_folder_that_moves(rollout, tiny):
     run, paths = rollout.start("run", tiny, *SLOW, "--run-id", "r"), rollout.run("r")
     in_step(3, paths, run)

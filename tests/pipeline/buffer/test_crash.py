@@ -139,6 +139,7 @@ async def test_samples_of_an_unfinished_group_outlive_the_cluster(tmp_path):
 
 
 @pytest.mark.parametrize("threaded", [True, False])
+@pytest.mark.fault(39)
 async def test_an_old_writer_is_fenced_out_in_every_call_and_nothing_of_it_is_merged(tmp_path, threaded):
     paths = new_run(tmp_path)
     async with opened(paths, threaded=threaded) as old:
@@ -156,6 +157,7 @@ async def test_an_old_writer_is_fenced_out_in_every_call_and_nothing_of_it_is_me
             assert group.attempt == 1
 
 
+@pytest.mark.fault(39)
 async def test_a_buffer_of_an_old_cluster_cannot_take_the_run_from_its_successor(tmp_path):
     """Ray restarts an actor wherever it is told to: also in a cluster that a resume has left behind."""
     paths = new_run(tmp_path)

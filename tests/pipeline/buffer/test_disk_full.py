@@ -15,6 +15,7 @@ from pipeline.errors import DiskFull, StoreError
 from tests.pipeline.buffer.helpers import make_group, make_settings, new_run, opened, roll_out
 
 
+@pytest.mark.fault(37)
 async def test_no_space_for_a_segment(tmp_path, monkeypatch):
     paths = new_run(tmp_path)
 
@@ -34,6 +35,7 @@ async def test_no_space_for_a_segment(tmp_path, monkeypatch):
         assert len(await buffer.read([0, 1], False)) == 2
 
 
+@pytest.mark.fault(37)
 async def test_no_space_for_the_database(tmp_path):
     paths = new_run(tmp_path)
     async with opened(paths, make_settings(inline_bytes=1 << 20)) as buffer:
@@ -75,6 +77,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.skipif(shutil.which("mount") is None, reason="no mount here")
 @pytest.mark.parametrize("tokens", [500, 6000])
+@pytest.mark.fault(37)
 async def test_a_file_system_that_really_fills(small_disk, tokens):
     paths = new_run(small_disk)
     ballast = small_disk / "ballast"

@@ -43,6 +43,7 @@ def end(process: subprocess.Popen) -> None:
         process.stdout.close()
 
 
+@pytest.mark.fault(35)
 def test_a_second_owner_is_refused_with_pid_and_run(tmp_path):
     paths = new_run(tmp_path)
     assert not is_held(paths)

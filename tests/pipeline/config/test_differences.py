@@ -40,6 +40,7 @@ def test_what_a_resume_may_change(parts):
         ({"run": {"seed": 1}}, "run.seed: 0 -> 1"),
     ],
 )
+@pytest.mark.fault(38)
 def test_anything_else_is_refused_with_the_difference(parts, line):
     with pytest.raises(ConfigError) as caught:
         refuse(changed(config(), config(**parts)), "r1")

@@ -104,6 +104,7 @@ async def test_a_file_cannot_grow_beyond_its_bound(sandboxes: LocalSandboxes):
     assert str(8 * 2**20) in output.splitlines()
 
 
+@pytest.mark.fault(29)
 async def test_the_whole_tree_goes_at_the_deadline(sandboxes: LocalSandboxes):
     sandbox = await sandboxes.open("t", {}, SMALL)
     started = time.monotonic()
@@ -113,12 +114,14 @@ async def test_the_whole_tree_goes_at_the_deadline(sandboxes: LocalSandboxes):
     assert not _sleeping()
 
 
+@pytest.mark.fault(29)
 async def test_what_a_command_leaves_running_goes_with_it(sandboxes: LocalSandboxes):
     output = await said(sandboxes, "(setsid sleep 4242 &); echo done")
     assert output == "done\n"
     assert not _sleeping()
 
 
+@pytest.mark.fault(30)
 async def test_a_gigabyte_of_output_is_cut_with_a_mark_and_memory_stays_flat(sandboxes: LocalSandboxes):
     sandbox = await sandboxes.open("t", {}, SMALL)
     before = psutil.Process().memory_info().rss

@@ -92,6 +92,7 @@ async def test_a_cancelled_start_leaves_nothing(sandboxes: LocalSandboxes, root:
     assert not left_in(root)
 
 
+@pytest.mark.fault(27)
 async def test_after_sigkill_of_the_owner_no_process_lives_and_the_next_start_removes_the_rest(
     sandboxes: LocalSandboxes, root: Path
 ):

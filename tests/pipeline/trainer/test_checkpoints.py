@@ -66,6 +66,7 @@ def lose_manifest(folder):
 
 
 @pytest.mark.parametrize("tear", [tear_size, tear_content, tear_file, tear_manifest, lose_manifest])
+@pytest.mark.fault(36)
 def test_a_torn_checkpoint_is_skipped_with_its_name(paths, tear, caplog):
     for step in (2, 4, 6):
         save(paths, step)

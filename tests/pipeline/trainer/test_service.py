@@ -197,6 +197,7 @@ async def test_raising_the_steps_changes_the_rate_from_there_and_not_of_what_is_
         await again.close()
 
 
+@pytest.mark.fault(36)
 async def test_a_torn_newest_checkpoint_falls_back_to_the_one_before(tmp_path, caplog):
     async with opened(tmp_path) as run:
         trainer = run.trainer()
