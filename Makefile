@@ -18,8 +18,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 quickstart: install
 	$(BIN)/rollout run configs/quickstart.yaml
 
+# What needs no Ray, two tests at a time; then what does, one after the other.
 test: install
-	$(BIN)/pytest -q -m 'not slow'
+	$(BIN)/pytest -q -n 2 --dist worksteal -m 'not slow' tests/pipeline
+	$(BIN)/pytest -q -m 'not slow' --ignore tests/pipeline
 
 test-all: install
 	$(BIN)/pytest -q

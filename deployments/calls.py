@@ -227,6 +227,15 @@ class RemoteWorker:
         self._player = player
         self._calls = Multiplexer(self._carry)
 
+    async def clear(self) -> None:
+        """Once it plays nothing any more. A worker that does not live, or not yet, plays nothing."""
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(self._stage.handle().clear.remote().future()), CALL_S)
+        except TimeoutError as error:
+            raise StageFailed(self._name, f"did not end within {CALL_S:.0f} s what a pool before this one left playing") from error
+        except (ValueError, *DEATHS):
+            return
+
     async def run_samples(self, *args: Any) -> list:
         """Bounded by the phases' deadlines in the worker, and by pings: a worker that answers none is gone."""
         return await self._calls.call(*args, self._player)

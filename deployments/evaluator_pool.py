@@ -34,6 +34,7 @@ class EvaluatorPoolActor(StageActor):
         self.weights = WeightStore(self.paths.weights)
         tune_collector()
         saved = await asyncio.to_thread(open_saved, self.config.rollout.reuse, self.paths.root.parent)
+        await asyncio.gather(*(worker.clear() for worker in self._workers("student")))
         return self._pool("student", on_demand(self.config, self.paths, "inline"), saved)
 
     async def evaluate(self, step: int) -> dict[str, Any]:
@@ -54,15 +55,17 @@ class EvaluatorPoolActor(StageActor):
         return await self._pool(alias).evaluate(f"teacher_{alias}", tasks, 0)
 
     def _pool(self, player: str, score: ScoreOnDemand | None = None, saved: SavedTrajectories | None = None) -> EvaluatorPool:
-        workers = [RemoteWorker(self.paths.run_id, worker_stage(index), node.node, player) for index, node in enumerate(self.nodes)]
         return EvaluatorPool(
             self.config,
             CommitWitness(self.buffer, self.paths.commits),
             self.fetcher,
-            workers,
+            self._workers(player),
             self.scorer.submit,
             nodes=self.nodes,
             details_folder=self.paths.details,
             score=score,
             saved=saved,
         )
+
+    def _workers(self, player: str) -> list[RemoteWorker]:
+        return [RemoteWorker(self.paths.run_id, worker_stage(index), node.node, player) for index, node in enumerate(self.nodes)]

@@ -49,6 +49,7 @@ class EvaluatorWorkerActor:
         self.bundle = bundle
         log_to_file(self.paths, f"evaluator_worker_{node}")
         self.log = logging.getLogger("evaluator_worker")
+        self._playing: set[asyncio.Task[Any]] = set()
         self._started = asyncio.ensure_future(self._build())
 
     async def _build(self) -> dict[str, EvaluatorWorker]:
@@ -85,10 +86,26 @@ class EvaluatorWorkerActor:
     async def ping(self) -> int:
         return os.getpid()
 
+    async def clear(self) -> None:
+        """End what an earlier pool left playing: its successor counts the node as free."""
+        left = list(self._playing)
+        for play in left:
+            play.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
     async def play_all(self, calls: list[Call]) -> AsyncIterator[list[Answer]]:
         """Several `run_samples` at the same time; each is answered when it is done."""
-        async for part in answers(calls, self.run_samples):
+        async for part in answers(calls, self._noted):
             yield part
+
+    async def _noted(self, *call: Any) -> list[Sample]:
+        play = asyncio.current_task()
+        assert play is not None
+        self._playing.add(play)
+        try:
+            return await self.run_samples(*call)
+        finally:
+            self._playing.discard(play)
 
     async def run_samples(
         self,

@@ -32,7 +32,8 @@ def cancel(
     from pipeline.buffer.reader import read_status
     from pipeline.buffer.schema import create_run
     from pipeline.buffer.settings import BufferSettings
-    from pipeline.cli.runs import find_run, read_config, run_root
+    from pipeline.cli.runs import find_run, run_root
+    from pipeline.config.loading import read_config
     from pipeline.errors import UserError
 
     paths = find_run(run_root(runs_dir), run)

@@ -74,7 +74,7 @@ def find_checkpoint(source: RunPaths, step: int | None) -> Path:
 
 def forked_config(source: RunPaths, checkpoint: Path, overrides: list[str]) -> Loaded:
     """The old run's configuration with the overrides, and the checkpoint for a student. Raises UserError for another student."""
-    from pipeline.cli.runs import read_config
+    from pipeline.config.loading import read_config
     from pipeline.errors import UserError
 
     before, loaded = read_config(source.config).config, read_config(source.config, overrides)

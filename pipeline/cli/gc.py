@@ -43,7 +43,7 @@ def _collect(paths: RunPaths, dry_run: bool, rows: bool, only: bool) -> int:
     import asyncio
 
     from pipeline.buffer.lock import RunLock, is_held
-    from pipeline.cli.runs import read_config
+    from pipeline.config.loading import read_config
     from pipeline.errors import Locked, RolloutError
     from pipeline.retention import remove, surplus
 

@@ -29,7 +29,8 @@ def run(
 ) -> int:
     started = time.time()
     from pipeline.cli.checks import check_names
-    from pipeline.cli.runs import create_run_folder, read_config, run_root
+    from pipeline.cli.runs import create_run_folder, run_root
+    from pipeline.config.loading import read_config
     from pipeline.evaluator.admission import prove
     from pipeline.evaluator.machine import this_machine
     from pipeline.evaluator.saved import locate
@@ -76,8 +77,9 @@ def changed_config(paths: RunPaths, config: RunConfig, overrides: list[str]) -> 
     """The run's configuration with what may be changed on resume. Raises ConfigError, showing the difference, for anything else."""
     if not overrides:
         return config
-    from pipeline.cli.runs import read_config, write_config
+    from pipeline.cli.runs import write_config
     from pipeline.config.differences import changed, refuse
+    from pipeline.config.loading import read_config
 
     wanted = read_config(paths.config, overrides).config
     refuse(changed(config, wanted), paths.run_id)
@@ -92,7 +94,7 @@ def drive(paths: RunPaths, started: float, overrides: Sequence[str] = ()) -> int
 
     from pipeline.buffer.lock import RunLock
     from pipeline.buffer.schema import create_run
-    from pipeline.cli.runs import read_config
+    from pipeline.config.loading import read_config
     from pipeline.observe.tables import render_table
     from workflows.run import Driver
 

@@ -28,7 +28,8 @@ def small(config_file) -> Path:
 @pytest.fixture
 def run(small, tmp_path) -> RunPaths:
     """A run folder with one complete checkpoint and one torn, newer one."""
-    from pipeline.cli.runs import create_run_folder, read_config
+    from pipeline.cli.runs import create_run_folder
+    from pipeline.config.loading import read_config
     from pipeline.trainer import checkpoints
     from pipeline.trainer.assets import student_folder
 
