@@ -23,6 +23,8 @@ KERNELS = "sgl_kernel"
 """SGLang's kernels for GPUs: their modules are imported everywhere, also where nothing calls them."""
 CPU_TOKENS = 1 << 14
 """Of the cache without a GPU, unless one sequence may be longer."""
+RESERVED = 7
+"""Tokens of a context that SGLang keeps free beyond a prompt; a row to score may fill the whole context."""
 IDLE_S = 10.0
 POLL_S = 0.01
 
@@ -86,10 +88,11 @@ class Sglang:
     def __init__(self, args: argparse.Namespace) -> None:
         import sglang
 
+        context = args.max_context + RESERVED
         settings: dict[str, Any] = {
             "model_path": args.model,
             "dtype": args.dtype,
-            "context_length": args.max_context + 1,  # a row to score may fill the context
+            "context_length": context,
             "max_running_requests": args.slots,
             "skip_tokenizer_init": True,
             "log_level": "warning",
@@ -104,7 +107,7 @@ class Sglang:
                 "disable_overlap_schedule": True,
                 "sleep_on_idle": True,
                 "mem_fraction_static": 0.1,
-                "max_total_tokens": max(args.max_context + 1, min(CPU_TOKENS, max(4096, args.slots * (args.max_context + 1)))),
+                "max_total_tokens": max(context, min(CPU_TOKENS, max(4096, args.slots * context))),
             }
         self.engine_version = sglang.__version__
         self._engine = sglang.Engine(**settings | args.engine_args)
@@ -184,5 +187,5 @@ if on_cpu():  # also in SGLang's own processes, which import this program anew
     prepare_cpu()
 
 if __name__ == "__main__":
-    os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")  # for one token more than the model's context
+    os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")  # for the reserve beyond the model's context
     serve(arguments(), Sglang)
