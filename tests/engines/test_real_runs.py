@@ -62,7 +62,7 @@ def test_a_run_over_two_engines_outlives_the_death_of_one(
     paths = rollout.run("two")
     wait_for(lambda: step(paths) >= 2, 400, "two steps", command)
     first = servers(rollout, student)
-    rollout.kill(first if victim == "server" else rollout.find("ray::SERVE_REPLICA::two:student"))
+    rollout.kill(first if victim == "server" else rollout.find("ray::ServeReplica:two:student"))
     killed, at = time.monotonic(), step(paths)
     wait_for(lambda: not any(process.is_running() for process in first), 20, "the end of the server", command)
     wait_for(lambda: step(paths) > at + 2, 300, "steps after the death", command)
