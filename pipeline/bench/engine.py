@@ -20,7 +20,8 @@ from pipeline.engines.base import GenerateRequest, ScoreRow, Version
 from pipeline.engines.opening import open_student
 from pipeline.records import Sampling
 
-SHAPE = Architecture(max_positions=128)
+SHAPE = Architecture(heads=2, max_positions=128)
+"""Heads of 32, which every engine runs without a GPU."""
 SEQUENCES, TOKENS, PROMPT, GROUP, SLOTS = 256, 32, 16, 4, 64
 ROWS, TOP_K = 256, 4
 ROUNDS = 3
