@@ -79,7 +79,7 @@ def test_a_run_is_shown_and_followed(site, look):
     states = page.get_by_role("img", name="running 8").get_attribute("aria-label")
     assert states == "pending 11, running 8, written 8, ready 4, dropped 1"
     pool = page.locator("[data-key=pool]").inner_text()
-    assert "7\n" in pool and "gpu-a: gpu\t1.75 of 2" in pool
+    assert "tokens held\n7\n" in pool and "gpu-b: gpu\t0.25 of 1" in pool
     row = page.get_by_role("row").filter(has_text="teacher scorer").inner_text().split("\t")
     assert row[1] == "3" and row[3] == "1.2 s"
     chart = page.get_by_role("img", name="Loss", exact=True)
