@@ -17,10 +17,17 @@ export async function get(path) {
 /** Whole lines of JSON behind byte `from` of a file that grows; [their values, where to go on]. */
 export async function linesFrom(path, from) {
   const reply = await ask(path, {range: `bytes=${from}-`}, [416]);
-  if (reply.status === 416) return [[], from];  // nothing is there yet
-  const bytes = new Uint8Array(await reply.arrayBuffer()), end = bytes.lastIndexOf(10) + 1;
+  if (reply.status === 416) return [[], from]; // nothing is there yet
+  const bytes = new Uint8Array(await reply.arrayBuffer()),
+    end = bytes.lastIndexOf(10) + 1;
   const text = new TextDecoder().decode(bytes.subarray(0, end));
-  return [text.split("\n").filter(Boolean).map(line => JSON.parse(line)), from + end];
+  return [
+    text
+      .split("\n")
+      .filter(Boolean)
+      .map(line => JSON.parse(line)),
+    from + end,
+  ];
 }
 
 async function ask(path, headers = {}, fine = []) {

@@ -22,8 +22,9 @@ function set(node, attributes) {
 
 /** Make the children of `parent` say what `wanted` says; only what differs is touched. */
 export function fill(parent, wanted) {
-  const present = [...parent.childNodes], kept = wanted.filter(node => node !== null);
-  kept.forEach((node, place) => place < present.length ? become(present[place], node) : parent.append(node));
+  const present = [...parent.childNodes],
+    kept = wanted.filter(node => node !== null);
+  kept.forEach((node, place) => (place < present.length ? become(present[place], node) : parent.append(node)));
   present.slice(kept.length).forEach(node => node.remove());
 }
 

@@ -7,11 +7,13 @@ import {jobView, runEvaluationView} from "./evaluation.js";
 import {runView} from "./run.js";
 import {badge, percent, short} from "./words.js";
 
-const POLL_MS = 2000, TIMELINE_MS = 8000;
+const POLL_MS = 2000,
+  TIMELINE_MS = 8000;
 const $ = id => document.getElementById(id);
 const choice = {filter: "", opened: new Set()};
-let held = {address: null};  // what is known of the thing that is looked at
-let wanted = false, running = null;
+let held = {address: null}; // what is known of the thing that is looked at
+let wanted = false,
+  running = null;
 
 /** One at a time: whoever asks while one is under way gets another behind it. */
 function refresh() {
@@ -34,6 +36,7 @@ async function once() {
     list($("runs"), "run", looked, runs.data, run => `step ${short(run.step)} of ${short(run.steps)}`);
     list($("evals"), "eval", looked, evals.data, standingOf);
     if (looked !== held.address) {
+      fill($("detail"), []);
       held = {address: looked, samples: [], offset: 0, metrics: [], timeline: []};
       Object.assign(choice, {filter: "", opened: new Set()});
     }
@@ -53,10 +56,18 @@ function address(runs, evals) {
   return newest ? `${kind}/${encodeURIComponent(newest.id)}` : null;
 }
 
-function list(parent, kind, looked, items, say) {
+function list(parent, kind, looked, items, standing) {
   const entries = items.map(item => {
-    const here = `${kind}/${encodeURIComponent(item.id)}`, current = looked === here || looked?.startsWith(`${here}/`);
-    return make("a", {href: `#${here}`, "data-key": item.id, "aria-current": current ? "true" : null}, badge(item.status), " ", item.id, make("div", {class: "dim"}, say(item)));
+    const here = `${kind}/${encodeURIComponent(item.id)}`,
+      current = looked === here || looked?.startsWith(`${here}/`);
+    return make(
+      "a",
+      {href: `#${here}`, "data-key": item.id, "aria-current": current ? "true" : null},
+      badge(item.status),
+      " ",
+      item.id,
+      make("div", {class: "dim"}, standing(item)),
+    );
   });
   fill(parent, entries.length ? entries : [make("span", {class: "dim"}, "none yet")]);
 }
@@ -68,7 +79,8 @@ function standingOf(job) {
 
 async function load() {
   if (held.address === null) return;
-  const [kind, id, evaluation] = held.address.split("/"), path = `/v1/${kind}s/${id}`;
+  const [kind, id, evaluation] = held.address.split("/"),
+    path = `/v1/${kind}s/${id}`;
   held.item = await get(path);
   if (kind === "eval") await loadSamples();
   else if (evaluation) {
@@ -115,13 +127,17 @@ function say(error) {
   $("error").textContent = error?.message ?? "";
 }
 
-document.addEventListener("toggle", ({target}) => {
-  const name = target.dataset?.key;
-  if (target.nodeName !== "DETAILS" || target.open === choice.opened.has(name)) return;
-  if (target.open) choice.opened.add(name);
-  else choice.opened.delete(name);
-  draw();
-}, true);
+document.addEventListener(
+  "toggle",
+  ({target}) => {
+    const name = target.dataset?.key;
+    if (target.nodeName !== "DETAILS" || target.open === choice.opened.has(name)) return;
+    if (target.open) choice.opened.add(name);
+    else choice.opened.delete(name);
+    draw();
+  },
+  true,
+);
 document.addEventListener("change", ({target}) => {
   if (target.name !== "filter") return;
   choice.filter = target.value;
