@@ -97,11 +97,13 @@ async function loadSamples() {
   held.offset = offset;
 }
 
-/** Metrics after a step, the timeline every few seconds: they are long. */
+/** Metrics after a step (they are written a moment behind it), the timeline every few seconds: both are long. */
 async function loadCurves(path) {
   const {step, status} = held.item;
-  if (held.step !== step) held.metrics = (await get(`${path}/metrics`)).data;
-  if (held.status !== status || (status === "running" && Date.now() - held.timelineAt > TIMELINE_MS)) {
+  const live = status === "running",
+    lacks = (held.metrics.at(-1)?.step ?? 0) < step;
+  if (held.step !== step || held.status !== status || (live && lacks)) held.metrics = (await get(`${path}/metrics`)).data;
+  if (held.status !== status || (live && Date.now() - held.timelineAt > TIMELINE_MS)) {
     held.timeline = (await get(`${path}/timeline`)).data;
     held.timelineAt = Date.now();
   }

@@ -47,4 +47,6 @@ class WandbTracker:
         """wandb's own process writes what it is handed at once."""
 
     def close(self) -> None:
+        """Ends wandb's own process, too: at the program's end it would be missed where a run has ended all of its processes."""
         self._run.finish()
+        wandb.teardown()
