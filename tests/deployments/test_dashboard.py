@@ -15,18 +15,18 @@ from tests.deployments.site import STEPS_BEFORE, WAIT_S, Site
 
 MISSING = "the page was not opened in a browser: pip install -e '.[browser]' and apt-get install chromium"
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+sync_api = pytest.importorskip("playwright.sync_api", reason=MISSING)
+CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)
+if CHROMIUM is None:
+    pytest.skip(MISSING, allow_module_level=True)
 SIZE = {"width": 1280, "height": 900}
 
 
 @pytest.fixture(scope="module")
 def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason=MISSING)
-    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
-    if program is None:
-        pytest.skip(MISSING)
     with sync_api.sync_playwright() as playwright:
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        opened = playwright.chromium.launch(executable_path=program, args=arguments)
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         yield opened
         opened.close()
 
@@ -67,8 +67,6 @@ def look(browser, tmp_path):
 
 
 def test_a_run_is_shown_and_followed(site, look):
-    from playwright.sync_api import expect
-
     page = look(site.url)
     assert page.title() == "rollout"
     page.get_by_role("heading", name=site.paths.run_id).wait_for()
@@ -88,7 +86,7 @@ def test_a_run_is_shown_and_followed(site, look):
     for _ in range(2):
         site.do(site.go_on())
     page.locator("#detail").get_by_text(f"step {STEPS_BEFORE + 2} of 120").wait_for()
-    expect(chart.locator("polyline")).not_to_have_attribute("points", curve, timeout=1000 * WAIT_S)
+    sync_api.expect(chart.locator("polyline")).not_to_have_attribute("points", curve, timeout=1000 * WAIT_S)
     assert chart.evaluate("node => node.mark") == "the same", "what has not changed is left alone"
 
 
