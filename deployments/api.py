@@ -10,11 +10,11 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from deployments.gate import Gate, GateRules, json_path
+from deployments.gate import PAGE_PARTS, Gate, GateRules, json_path
 from deployments.metrics import ServiceMetrics
 from pipeline.errors import EngineError, RequestRefused
 from pipeline.evaluation.plan import EvalRequest
@@ -25,7 +25,9 @@ from pipeline.service.openai import ChatRequest, CompletionRequest, Reply
 from pipeline.service.replies import chunks
 from pipeline.service.runs import RunRequest, Runs
 
-DASHBOARD = Path(__file__).with_name("dashboard.html")
+DASHBOARD = Path(__file__).with_name("dashboard")
+PAGE = "index.html"
+PAGE_POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
 EventsOf = Callable[[str, int, float], Awaitable[list[dict[str, Any]]]]
 EVENT_WAIT_S = 10.0
 """Silence after which an event stream says that it is alive."""
@@ -71,6 +73,7 @@ def make_api(backend: Backend, evaluating: Evaluating, front: Front, runs: Runs,
     api.add_exception_handler(RequestValidationError, _invalid)
     api.add_exception_handler(HTTPException, _no_route)
     _health(api, backend, evaluating, front, metrics)
+    _dashboard(api)
     _models(api, front)
     _evaluations(api, evaluating, evaluations)
     _runs(api, runs)
@@ -96,11 +99,6 @@ def _health(api: FastAPI, backend: Backend, evaluating: Evaluating, front: Front
         opened = await backend.open("live")
         return {"status": "ok", "model": opened.model.name, "weight_version": opened.info.weight_version}
 
-    @api.get("/", include_in_schema=False)
-    async def dashboard() -> HTMLResponse:
-        """One file that asks for nothing but this service's own routes."""
-        return HTMLResponse(await asyncio.to_thread(DASHBOARD.read_text), headers={"cache-control": "no-cache"})
-
     @api.get("/metrics", tags=["service"], response_class=Response, responses=TEXT)
     async def metrics_text() -> Response:
         """Prometheus text. What cannot be asked now keeps its last value."""
@@ -109,6 +107,22 @@ def _health(api: FastAPI, backend: Backend, evaluating: Evaluating, front: Front
         except EngineError:
             live, jobs = None, None
         return Response(metrics.render(front.in_flight, jobs, live), media_type=CONTENT_TYPE_LATEST)
+
+
+def _dashboard(api: FastAPI) -> None:
+    """A page that asks for nothing but this service's own routes; the browser is told to hold it to that."""
+    parts = {path.name: path for path in DASHBOARD.iterdir()}
+    fresh = {"cache-control": "no-cache"}
+
+    @api.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(parts[PAGE], headers=fresh | {"content-security-policy": PAGE_POLICY})
+
+    @api.get(PAGE_PARTS + "{file}", include_in_schema=False)
+    async def part(file: str) -> FileResponse:
+        if file not in parts:
+            raise RequestRefused(404, "not_found", f"the page has no part {file!r}")
+        return FileResponse(parts[file], headers=fresh)
 
 
 def _models(api: FastAPI, front: Front) -> None:
@@ -200,7 +214,7 @@ def _runs(api: FastAPI, runs: Runs) -> None:
 
     @api.get("/v1/runs/{run_id}", tags=["runs"])
     async def one(run_id: str) -> dict[str, Any]:
-        """As `rollout status --json`, with the held-out accuracy by step."""
+        """As `rollout status --json`, with what its evaluations found."""
         return await asyncio.to_thread(runs.view, run_id)
 
     @api.delete("/v1/runs/{run_id}", tags=["runs"])
@@ -217,6 +231,16 @@ def _runs(api: FastAPI, runs: Runs) -> None:
     async def metrics(run_id: str) -> dict[str, Any]:
         """A record a training step."""
         return {"object": "list", "data": await asyncio.to_thread(runs.metrics, run_id)}
+
+    @api.get("/v1/runs/{run_id}/timeline", tags=["runs"])
+    async def timeline(run_id: str) -> dict[str, Any]:
+        """Groups by state, and backlog, age and occupancy of each stage, over the seconds that the run ran."""
+        return {"object": "list", "data": await asyncio.to_thread(runs.timeline, run_id)}
+
+    @api.get("/v1/runs/{run_id}/evaluations/{evaluation}/samples", tags=["runs"])
+    async def samples(run_id: str, evaluation: str) -> dict[str, Any]:
+        """The samples of one evaluation of the run, with their turns."""
+        return {"object": "list", "data": await asyncio.to_thread(runs.samples, run_id, evaluation)}
 
     @api.get("/v1/runs/{run_id}/events", tags=["runs"], response_class=Response, responses=EVENTS)
     async def events(run_id: str, last_event_id: Annotated[int, Header(ge=0)] = 0) -> Response:

@@ -25,7 +25,8 @@ from pipeline.service.faults import Refusal, refusal_of
 
 log = logging.getLogger("service")
 OPEN_PATHS = ("/healthz", "/")
-"""Served without a token: whether it lives, and the page, which holds nothing and asks for the token itself."""
+PAGE_PARTS = "/dashboard/"
+"""Served without a token: whether it lives, and the page with its parts, which hold nothing and ask for the token themselves."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -72,7 +73,7 @@ class Gate:
         if rules.loopback and rules.token_sha256 is None and not is_loopback(_host(headers.get("host", ""))):
             # a page in a browser of this machine may have had its own name point here
             raise RequestRefused(403, "foreign_host", f"this service answers to loopback names only, not {headers.get('host')!r}")
-        if rules.token_sha256 is not None and scope["path"] not in OPEN_PATHS:
+        if rules.token_sha256 is not None and scope["path"] not in OPEN_PATHS and not scope["path"].startswith(PAGE_PARTS):
             kind, _, token = headers.get("authorization", "").partition(" ")
             good = hmac.compare_digest(token_digest(token.strip()), rules.token_sha256)
             if kind.lower() != "bearer" or not good:

@@ -1,4 +1,4 @@
-"""What a configuration names, found before anything starts: data sets, verifiers, strategy, agents, filters."""
+"""What a configuration names, found before anything starts: data sets, verifiers, strategy, agents, filters, trackers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pipeline.evaluator.spec import specs_from_config
 from pipeline.fetcher.catalog import Catalog
 from pipeline.fetcher.verifiers import load_verifier
 from pipeline.importing import load_callable
+from pipeline.observe.trackers import check_trackers
 
 
 def check_names(config: RunConfig) -> Catalog:
     """The catalog, once every name in the configuration has been found. Raises ConfigError."""
     specs_from_config(config)
+    check_trackers(config.observe.trackers)
     load_strategy(config.rollout.strategy)
     for spec in config.specs:
         load_agent(spec.agent)

@@ -21,6 +21,7 @@ import psutil
 
 from pipeline.buffer.filesystem import mounts, refuse_network_fs
 from pipeline.errors import SandboxError, UserError
+from pipeline.observe.trackers import EXTRAS, missing
 
 DISTRIBUTION = "rollout-pipeline"
 RAY_VERSION = "2.47.1"
@@ -40,7 +41,8 @@ class Check:
 def check_machine(run_root: Path) -> list[Check]:
     """Every check, in the order in which one would mend things."""
     checks: list[Callable[[], Iterator[Check]]] = [
-        _python, _packages, _ray, _ray_ports, _threads, _memory, lambda: _run_root(run_root), _sandbox, _smollm
+        _python, _packages, _ray, _ray_ports, _threads, _memory, lambda: _run_root(run_root), _sandbox, _smollm,
+        _trackers,
     ]  # fmt: skip
     return [check for make in checks for check in make()]
 
@@ -216,3 +218,11 @@ def _smollm() -> Iterator[Check]:
         yield Check("smollm extra", "warn", f"{' and '.join(missing)} not installed; only configs/smollm2.yaml needs it", mend)
     else:
         yield Check("smollm extra", "ok", "SmolLM2-135M-Instruct can be loaded")
+
+
+def _trackers() -> Iterator[Check]:
+    for name in EXTRAS:
+        if (mend := missing(name)) is not None:
+            yield Check(f"{name} extra", "warn", f"{name} not installed; only observe.trackers: [{name}] needs it", mend)
+        else:
+            yield Check(f"{name} extra", "ok", f"{name} {_version(name)}")

@@ -96,10 +96,12 @@ def drive(paths: RunPaths, started: float, overrides: Sequence[str] = ()) -> int
     from pipeline.buffer.schema import create_run
     from pipeline.config.loading import read_config
     from pipeline.observe.tables import render_table
+    from pipeline.observe.trackers import check_trackers
     from workflows.run import Driver
 
     with RunLock(paths) as lock:
         config = changed_config(paths, read_config(paths.config).config, list(overrides))
+        check_trackers(config.observe.trackers)
         create_run(paths, {"steps": config.trainer.steps, "started_at": started}, exist_ok=True)
         outcome = Driver(paths, config, lock, started).run()
     console = Console()

@@ -146,8 +146,12 @@ class Eval(Strict):
     """Probability that the teacher acts in a turn of an evaluation; 0: the student plays alone."""
 
 
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+
+
 class Observe(Strict):
-    tensorboard: bool = True
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)
+    """Where scalars go beside metrics.jsonl; `wandb` (offline) and `trackio` (local) are extras of these names."""
     bars: bool = True
     stall_s: float = Field(120.0, gt=0)
     """No progress for this long, anywhere, fails the run and names the stage."""

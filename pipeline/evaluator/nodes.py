@@ -10,7 +10,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from pipeline.evaluator.spec import GPU_UNIT, NodeSpec, PlacementToken, Resource, Units, custom_units
+from pipeline.evaluator.spec import (
+    CPU_UNIT,
+    CUSTOM_UNIT,
+    GPU_UNIT,
+    MEMORY_UNIT,
+    NodeSpec,
+    PlacementToken,
+    Resource,
+    Units,
+    custom_units,
+)
 
 UNBOUNDED = sys.maxsize
 """Capacity for samples that ask for nothing."""
@@ -84,6 +94,13 @@ class Node:
             counts.append(self.memory // need.memory)
         counts += [self.custom.get(name, 0) // units for name, units in need.custom]
         return min(counts)
+
+    def used(self) -> dict[str, tuple[float, float]]:
+        """(taken, whole) of each resource that the node has, in GPUs, CPUs, GB, and units of the custom ones."""
+        whole = {"gpu": float(len(self.gpus)), "cpu": self.spec.cpu, "memory_gb": self.spec.memory_gb, **dict(self.spec.custom)}
+        free = {"gpu": self.gpu / GPU_UNIT, "cpu": self.cpu / CPU_UNIT, "memory_gb": self.memory / MEMORY_UNIT}
+        free |= {name: units / CUSTOM_UNIT for name, units in self.custom.items()}
+        return {name: (round(amount - free[name], 3), amount) for name, amount in whole.items() if amount > 0}
 
 
 def capacity(nodes: Sequence[NodeSpec], per_sample: Resource) -> int:

@@ -117,6 +117,10 @@ class PlacementPool:
         """Free units by node."""
         return {node.spec.node: Units(node.gpu, node.cpu, node.memory) for node in self._free}
 
+    def used(self) -> dict[str, dict[str, tuple[float, float]]]:
+        """(taken, whole) of each resource by node, as the layout counts them."""
+        return {node.spec.node: node.used() for node in self._free}
+
     def _demand(self, budget: Resource, per_sample: Resource, max_tokens: int) -> tuple[Need, int]:
         need, purse = need_of(per_sample), need_of(budget)
         purse_of = dict(purse.custom)

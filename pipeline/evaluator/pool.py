@@ -202,6 +202,7 @@ class EvaluatorPool:
                 "samples_running": self._workers.running,
                 "tokens_held": self._placement.held,
                 "batches_waiting": self._placement.waiting,
+                "nodes": self._placement.used(),
                 "workers_alive": self._workers.alive,
                 "worker_deaths": self._workers.deaths,
                 "oldest": oldest,

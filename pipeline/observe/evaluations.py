@@ -72,6 +72,14 @@ def sample_lines(folder: Path, evaluation_id: str) -> list[dict[str, Any]]:
     return read_jsonlines(folder / f"{evaluation_id}.jsonl")
 
 
+def conversations(folder: Path, evaluation_id: str) -> list[dict[str, Any]]:
+    """`sample_lines`, each with the records of its turns in `turns`."""
+    turns: dict[str, list[dict[str, Any]]] = {}
+    for turn in read_jsonlines(folder / f"{evaluation_id}.turns.jsonl"):
+        turns.setdefault(turn["sample_id"], []).append(turn)
+    return [line | {"turns": turns.get(line["sample_id"], [])} for line in sample_lines(folder, evaluation_id)]
+
+
 def teacher_scores(teachers: list[Evaluation]) -> dict[str, Score]:
     """Score by dataset over all teachers."""
     names = {name for teacher in teachers for name in teacher.datasets}

@@ -22,8 +22,8 @@ from pipeline.observe.evaluations import Evaluation, student_evaluations
 from pipeline.observe.metrics import MetricsWriter
 from pipeline.observe.series import figure
 from pipeline.observe.summary import build_summary, write_summary
-from pipeline.observe.tensorboard import TensorboardWriter
 from pipeline.observe.timeline import TimelineWriter, timeline_path
+from pipeline.observe.trackers import Tracker, open_tracker
 from pipeline.paths import RunPaths
 
 INTERVAL_S = 1.0
@@ -62,7 +62,6 @@ class Observer:
         self._log.addHandler(logging.FileHandler(paths.log / "observer.log", delay=True))
         self._metrics = MetricsWriter(paths.metrics)
         self._timeline = TimelineWriter(timeline_path(paths), clock() if started_at is None else started_at)
-        self._tensorboard = TensorboardWriter(paths.tensorboard) if config.observe.tensorboard else None
         self._display = display(stream or sys.stderr, config.rollout.tasks_per_step) if config.observe.bars else None
         self._status: dict[str, Any] = {}
         self._synced_step: int | None = None
@@ -72,6 +71,10 @@ class Observer:
         self._read_at = clock()
         self.errors: Counter[str] = Counter()
         """Errors that did not end the run, by what failed."""
+        self._trackers: dict[str, Tracker] = {}
+        """Those that could be opened."""
+        for name in config.observe.trackers:
+            self._guard(name, lambda name=name: self._trackers.update({name: open_tracker(name, paths, config)}))
 
     async def run(self) -> None:
         """Never returns. Raises StageFailed; see the module's invariant."""
@@ -148,23 +151,21 @@ class Observer:
         if now - self._evaluated_at >= EVALUATIONS_EVERY_S:
             self._evaluated_at = now
             self._guard("evaluations", self._read_evaluations)
-        self._guard("tensorboard", lambda: self._write_tensorboard(now))
+        for name, tracker in self._trackers.items():
+            self._guard(name, lambda tracker=tracker: self._track(tracker, now))
         if self._display is not None:
             self._guard("bars", lambda: self._display.update(status, self._figures(), now))
 
     def _read_evaluations(self) -> None:
         self._evaluations = student_evaluations(self._paths.details)
 
-    def _write_tensorboard(self, now: float) -> None:
-        board = self._tensorboard
-        if board is None:
-            return
-        written = [board.add("train", step, self._results[step], now) for step in sorted(self._results)]
+    def _track(self, tracker: Tracker, now: float) -> None:
+        written = [tracker.add("train", step, self._results[step], now) for step in sorted(self._results)]
         for item in self._evaluations:
             accuracies = {f"{name}/accuracy": score.accuracy for name, score in item.datasets.items()}
-            written.append(board.add("eval", item.step or 0, {"accuracy": item.overall.accuracy, **accuracies}, now))
+            written.append(tracker.add("eval", item.step or 0, {"accuracy": item.overall.accuracy, **accuracies}, now))
         if any(written):
-            board.flush()
+            tracker.flush()
 
     def _figures(self) -> dict[str, float | None]:
         """What stands beside the step bar."""
@@ -200,7 +201,7 @@ class Observer:
     def _close(self) -> None:
         if self._display is not None:
             self._guard("bars", self._display.close)
-        if self._tensorboard is not None:
-            self._guard("tensorboard", self._tensorboard.close)
+        for name, tracker in self._trackers.items():
+            self._guard(name, tracker.close)
         for handler in self._log.handlers:
             handler.close()

@@ -14,7 +14,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from pipeline.observe.jsonlines import jsonable
+from pipeline.observe.trackers import flat_numbers
 
 
 class TensorboardWriter:
@@ -48,15 +48,6 @@ class TensorboardWriter:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def flat_numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """(name, number) of a nested mapping, names joined by `/`; texts, lists, None and NaN are left out."""
-    for name, value in jsonable(values).items():
-        if isinstance(value, dict):
-            yield from flat_numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            yield f"{prefix}{name}", float(value)
 
 
 def read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:

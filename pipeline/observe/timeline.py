@@ -111,12 +111,34 @@ def occupancy(rows: list[Row]) -> dict[str, list[float]]:
     }
 
 
+def picture(rows: list[Row], points: int = 400) -> list[Row]:
+    """At most `points` rows, by the seconds that the run ran: groups by state, and by stage backlog, age and occupancy since
+    the row before (None where it is not known)."""
+    chosen = thin(list(zip(run_seconds(rows), rows, strict=True)), points)
+    shares = occupancy([row for _, row in chosen])
+    return [
+        {
+            "seconds": round(seconds, 2),
+            "step": row["step"],
+            "states": row["states"],
+            "capacity": row.get("capacity") or {},
+            "stages": {name: _standing(row["stages"][name], shares[name][place]) for name in shares if name in row["stages"]},
+        }
+        for place, (seconds, row) in enumerate(chosen)
+    ]
+
+
 def first_step_seconds(rows: list[Row]) -> float | None:
     """Seconds from the run's start to its first trained step; None before that."""
     for row, seconds in zip(rows, run_seconds(rows), strict=True):
         if row["step"] >= 1:
             return seconds
     return None
+
+
+def _standing(stage: Row, share: float) -> Row:
+    known = None if math.isnan(share) else round(share, 3)
+    return {"backlog": stage.get("backlog"), "oldest_s": stage.get("oldest_s"), "busy": known}
 
 
 def _growth(before: Row | None, after: Row) -> float:

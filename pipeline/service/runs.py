@@ -31,8 +31,9 @@ from pipeline.config.loading import Loaded, read_config
 from pipeline.errors import RequestRefused, RolloutError
 from pipeline.evaluator.admission import prove
 from pipeline.evaluator.machine import this_machine
-from pipeline.observe.evaluations import student_evaluations, teacher_evaluations, teacher_scores
+from pipeline.observe.evaluations import Evaluation, conversations, student_evaluations, teacher_evaluations
 from pipeline.observe.jsonlines import read_jsonlines
+from pipeline.observe.timeline import in_flow_order, picture, read_timeline, timeline_path
 from pipeline.paths import RunPaths, SharedPaths
 
 ENDED = ("finished", "failed", "cancelled", "stopped")
@@ -75,14 +76,26 @@ class Runs:
         return [self._view(paths) for paths in list_runs(self._runs.runs)]
 
     def view(self, run_id: str) -> dict[str, Any]:
-        """Its status, and its held-out accuracy by step."""
+        """Its status, its stages in the order of the flow, and what the evaluations of student and teachers found."""
         paths = self._find(run_id)
-        points = [
-            {"step": item.step, "accuracy": item.overall.accuracy, "valid": item.valid, "failure_classes": item.failure_classes}
-            for item in student_evaluations(paths.details)
-        ]
-        teachers = {name: score.accuracy for name, score in teacher_scores(teacher_evaluations(paths.details)).items()}
-        return self._view(paths) | {"evaluations": points, "teachers": teachers}
+        view = self._view(paths)
+        stages = view.get("stages") or {}
+        return view | {
+            "stages": {name: stages[name] for name in in_flow_order(stages)},
+            "evaluations": [_found(item) for item in student_evaluations(paths.details)],
+            "teachers": [_found(item) for item in teacher_evaluations(paths.details)],
+        }
+
+    def samples(self, run_id: str, evaluation: str) -> list[dict[str, Any]]:
+        """The samples of one evaluation that the view lists, with their turns."""
+        folder = self._find(run_id).details
+        if evaluation not in {item.id for item in (*student_evaluations(folder), *teacher_evaluations(folder))}:
+            raise RequestRefused(404, "not_found", f"run {run_id!r} has no evaluation {evaluation!r}")
+        return conversations(folder, evaluation)
+
+    def timeline(self, run_id: str) -> list[dict[str, Any]]:
+        """What its groups and stages did over the seconds that it ran, a few hundred rows."""
+        return picture(read_timeline(timeline_path(self._find(run_id))))
 
     def metrics(self, run_id: str) -> list[dict[str, Any]]:
         """A record a training step."""
@@ -225,3 +238,18 @@ class Runs:
 
     def _key_file(self, key: str) -> Path:
         return self._runs.service.root / "keys" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
+def _found(item: Evaluation) -> dict[str, Any]:
+    return {
+        "id": item.id,
+        "step": item.step,
+        "alias": item.alias,
+        "accuracy": item.overall.accuracy,
+        "by_dataset": {name: score.accuracy for name, score in item.datasets.items()},
+        "scored": item.overall.scored,
+        "total": item.overall.total,
+        "valid": item.valid,
+        "why_invalid": item.why_invalid,
+        "failure_classes": item.failure_classes,
+    }

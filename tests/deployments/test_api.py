@@ -253,7 +253,8 @@ async def test_only_loopback_names_are_served_on_loopback(here):
 async def test_a_token_is_asked_for_everywhere_but_at_the_door(tmp_path):
     rules = GateRules(loopback=False, token_sha256=token_digest("s3cret"), max_body_bytes=4000)
     async with world(tmp_path, rules) as here:
-        assert (await here.client.get("/healthz", headers={"host": "public.example"})).status_code == 200
+        for path in ("/healthz", "/", "/dashboard/main.js"):
+            assert (await here.client.get(path, headers={"host": "public.example"})).status_code == 200
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic s3cret"}, {"authorization": "s3cret"}):
             for path in ("/v1/models", "/v1/evals", "/v1/runs", "/metrics", "/openapi.json", "/nothing"):
                 response = await here.client.get(path, headers=headers)
@@ -368,7 +369,10 @@ async def test_wrong_evaluations_name_the_key(here):
 
 async def test_runs_over_http(here):
     assert (await here.client.get("/v1/runs")).json() == {"object": "list", "data": []}
-    for method, path in [("GET", ""), ("GET", "/events"), ("GET", "/metrics"), ("DELETE", ""), ("POST", "/resume")]:
+    for method, path in [
+        ("GET", ""), ("GET", "/events"), ("GET", "/metrics"), ("GET", "/timeline"), ("GET", "/evaluations/eval_000000/samples"),
+        ("DELETE", ""), ("POST", "/resume"),
+    ]:  # fmt: skip
         error_of(await here.client.request(method, f"/v1/runs/none{path}"), 404)
     assert error_of(await here.post("/v1/runs"), 400)["param"] == "config"
     assert error_of(await here.post("/v1/runs", config="nothing.yaml"), 404)["param"] == "config"
@@ -376,11 +380,26 @@ async def test_runs_over_http(here):
 
 
 async def test_the_page_asks_for_nothing_from_elsewhere(here):
-    page = await here.client.get("/")
-    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
-    assert not re.findall(r"""(?:src|href)=["'](?!data:)|@import|url\(""", page.text)
-    addresses = re.findall(r"""https?://[^"'`\s]+""", page.text)
-    assert set(addresses) <= {"http://www.w3.org/2000/svg"}, "a name space, which nobody fetches"
+    """Its parts, and theirs, are all there, and none of them names another host."""
+    seen, left = {}, {"/"}
+    while left:
+        path = left.pop()
+        part = await here.client.get(path)
+        assert part.status_code == 200, path
+        seen[path] = part
+        named = re.findall(r"""(?:src|href)="(?!data:|#)([^"]+)"|from "([^"]+)";|@import|url\(""", part.text)
+        left |= {str(httpx.URL("/dashboard/").join(one or other)) for one, other in named} - seen.keys()
+        addresses = re.findall(r"""https?://[^"'`\s]+""", part.text)
+        assert set(addresses) <= {"http://www.w3.org/2000/svg"}, "a name space, which nobody fetches"
+    kinds = {path: part.headers["content-type"].partition(";")[0] for path, part in seen.items()}
+    assert (
+        kinds["/"] == "text/html"
+        and kinds["/dashboard/style.css"] == "text/css"
+        and kinds["/dashboard/run.js"].endswith("javascript")
+    )
+    assert "default-src 'self'" in seen["/"].headers["content-security-policy"]
+    error_of(await here.client.get("/dashboard/none.js"), 404)
+    error_of(await here.client.get("/dashboard/..%2fapi.py"), 404)
 
 
 async def test_metrics_have_names_and_help(here):

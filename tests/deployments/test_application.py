@@ -164,6 +164,15 @@ def test_the_official_client_works(service):
         client.completions.create(model="live", prompt="a" * 500)
 
 
+def test_the_page_and_its_parts_are_there(service):
+    page, part = service.client.get("/"), service.client.get("/dashboard/main.js")
+    assert page.headers["content-type"].startswith("text/html") and part.status_code == 200 and "/v1/runs" in part.text
+    view = service.done(service.submit(datasets=[{"name": "words", "limit": 3}]))
+    file = service.client.get(view["artefacts"]["samples.jsonl"])
+    rest = service.client.get(view["artefacts"]["samples.jsonl"], headers={"range": "bytes=10-"})
+    assert (rest.status_code, rest.text) == (206, file.text[10:])
+
+
 def test_an_evaluation_over_http_says_what_rollout_eval_says(service, capsys):
     from pipeline.cli.main import run
 

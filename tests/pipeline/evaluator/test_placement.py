@@ -86,6 +86,18 @@ def test_a_batch_that_does_not_fit_as_a_whole_takes_nothing():
     assert pool.free() == before
 
 
+def test_the_pool_says_what_it_has_given_out_of_each_node():
+    pool = PlacementPool([NodeSpec("a", (0, 1), 4, 8), NodeSpec("b", (), 2, 0, (("seat", 3),))])
+    each = Resource(gpu=0.25, cpu=1.5)
+    tokens = pool.try_acquire_batch(each.times(2), each, 2)
+    assert pool.used() == {
+        "a": {"gpu": (0.5, 2), "cpu": (3, 4), "memory_gb": (0, 8)},
+        "b": {"cpu": (0, 2), "seat": (0, 3)},
+    }
+    pool.release(tokens)
+    assert {taken for node in pool.used().values() for taken, _ in node.values()} == {0}
+
+
 def test_a_double_release_is_refused():
     pool = PlacementPool([NodeSpec("n", (), 2, 8)])
     tokens = pool.try_acquire_batch(Resource(cpu=1), Resource(cpu=1), 1)

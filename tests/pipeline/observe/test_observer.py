@@ -149,9 +149,9 @@ async def test_the_end_is_written_though_the_buffer_is_gone(paths):
     assert "stage trainer: ValueError: x" in paths.report.read_text()
 
 
-async def test_bars_and_tensorboard_can_be_switched_off(paths):
+async def test_bars_and_trackers_can_be_switched_off(paths):
     stream = io.StringIO()
-    observer = make(paths, Ledger(), stream, bars=False, tensorboard=False)
+    observer = make(paths, Ledger(), stream, bars=False, trackers=[])
     await run_for(observer, 5.5)
     await observer.final()
     assert stream.getvalue() == "" and not paths.tensorboard.exists()

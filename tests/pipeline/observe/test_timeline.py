@@ -8,6 +8,7 @@ from pipeline.observe.timeline import (
     first_step_seconds,
     in_flow_order,
     occupancy,
+    picture,
     read_timeline,
     run_seconds,
     snapshot,
@@ -67,6 +68,16 @@ def test_occupancy_is_the_slope_of_busy_time_and_a_restart_is_a_gap():
     shares = occupancy(rows)["trainer"]
     assert shares[1] == pytest.approx(0.5)
     assert all(math.isnan(shares[index]) for index in (0, 2, 3, 4))
+
+
+def test_the_picture_of_a_run_is_by_seconds_that_it_ran_and_has_a_bound():
+    rows = [row(100), row(110, trainer=(1, 0.0)), row(112, step=1, trainer=(1, 1.0)), row(900, trainer=(2, 0.1))]
+    shown = picture(rows)
+    assert [(point["seconds"], point["step"]) for point in shown] == [(0, 0), (10, 0), (12, 1), (12, 0)]
+    assert [point["stages"].get("trainer", {}).get("busy") for point in shown] == [None, None, 0.5, None]
+    assert picture([]) == []
+    many = picture([row(second) for second in range(5000)])
+    assert len(many) == 400 and many[-1]["seconds"] == 4999
 
 
 def test_thinning_keeps_both_ends():

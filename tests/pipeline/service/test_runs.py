@@ -18,8 +18,10 @@ from pipeline.buffer.service import BufferService
 from pipeline.buffer.settings import BufferSettings
 from pipeline.config.loading import read_config
 from pipeline.errors import ConfigError, RequestRefused
+from pipeline.observe.evaluations import conversations
 from pipeline.paths import RunPaths, SharedPaths
 from pipeline.service.runs import STARTING_S, RunRequest, Runs
+from tests.pipeline.observe.fakes import write_evaluation
 
 HOLD = (
     "import sys, time; from pathlib import Path; from pipeline.buffer.lock import RunLock; from pipeline.paths import RunPaths\n"
@@ -155,6 +157,31 @@ async def test_events_are_the_steps_and_how_it_ended(world):
     (end,) = await world.runs.events("r1", 3, 0.0)
     assert (end["id"], end["event"], end["data"]["status"]) == (4, "done", "finished")
     assert await world.runs.events("r1", 4, 0.0) == []
+
+
+def test_a_view_has_the_evaluations_and_they_their_samples(world):
+    world.runs.submit(request(), "k")
+    paths = world.paths("r1")
+    write_evaluation(paths, "eval_000002", 0.5, items=10, unscored=2)
+    write_evaluation(paths, "teacher_big", 1.0, items=4)
+    view = world.runs.view("r1")
+    (found,), (teacher,) = view["evaluations"], view["teachers"]
+    assert (found["id"], found["step"], found["accuracy"], found["by_dataset"]) == ("eval_000002", 2, 0.5, {"spell_backward": 0.5})
+    assert (found["scored"], found["total"], found["valid"]) == (8, 10, False) and found["failure_classes"]["infra"] == 2
+    assert (teacher["id"], teacher["alias"], teacher["accuracy"]) == ("teacher_big", "big", 1.0)
+    samples = world.runs.samples("r1", "eval_000002")
+    assert len(samples) == 10 and samples[0]["error"] == "ConnectionError: refused" and samples[0]["turns"] == []
+    for name in ("eval_000003", "../r1/eval_details/eval_000002", "teacher_big.summary.json"):
+        with pytest.raises(RequestRefused) as caught:
+            world.runs.samples("r1", name)
+        assert caught.value.status == 404
+
+
+def test_turns_come_with_their_sample(tmp_path):
+    (tmp_path / "eval_000001.jsonl").write_text('{"sample_id": "0.0", "turns": 2}\n{"sample_id": "0.1", "turns": 0}\n')
+    lines = [{"sample_id": "0.0", "turn": turn, "action": f"say {turn}"} for turn in (0, 1)]
+    (tmp_path / "eval_000001.turns.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [line["turns"] for line in conversations(tmp_path, "eval_000001")] == [lines, []]
 
 
 def test_names_of_other_folders_are_no_runs(world):
