@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from pipeline.bench import teacher_calls, teacher_commits
-from pipeline.bench.teacher import SCALE, Workload, bounds, over_bound, play
+from pipeline.bench.teacher import SCALE, Workload, bounds, floor_s, over_bound, play
 from pipeline.bench.virtual_time import run_on_virtual_time
 from pipeline.errors import ConfigError, RolloutError
 
@@ -39,8 +39,12 @@ def test_where_permits_are_scarce_the_teacher_is_nearly_free_and_the_whole_near_
     assert bounds(scarce)["training"] == pytest.approx(12 / SCALE)
 
 
-def test_with_a_replica_for_each_group_the_last_one_of_a_step_still_waits_for_its_own_call():
-    assert 1.10 < play(Workload(replicas=16), "stage").seconds / play(Workload(), "none").seconds < 1.12
+def test_the_floor_is_what_a_replica_for_each_group_reaches_and_nothing_is_below_it():
+    floor = floor_s(Workload())
+    assert play(Workload(replicas=16), "stage").seconds == pytest.approx(floor, rel=1e-2)
+    assert play(Workload(replicas=2), "stage").seconds < play(Workload(), "stage").seconds
+    assert all(floor_s(each) <= play(each, "stage").seconds for each in (Workload(), Workload(permits=4), Workload(seed=1)))
+    assert floor_s(Workload(call_s=0.0)) == pytest.approx(play(Workload(), "none").seconds, rel=1e-2)
 
 
 def test_calls_of_stated_cost_save_what_they_state():
