@@ -7,11 +7,19 @@ import asyncio
 import numpy as np
 import pytest
 
+from pipeline.engines.base import Completion, ScoredRow, ScoreRow
 from pipeline.errors import BadReply, BreakerTripped, ConfigError, EngineUnavailable, StageFailed, Stalled
+from pipeline.evaluator.pool import EvaluatorPool
+from pipeline.evaluator.spec import NodeSpec, specs_from_config
+from pipeline.evaluator.worker import EvaluatorWorker
 from pipeline.pumps import Pump, PumpKind, supervise
+from pipeline.records import Batch
 from pipeline.teacher.scorer import score_groups, start_teachers
+from pipeline.trainer.packing import RowRules, make_rows
 from pipeline.watchdog import StallWatchdog
+from tests.pipeline.evaluator.parts import Tasks, inline
 from tests.pipeline.teacher.fakes import (
+    PROMPT,
     TEACHERS,
     Renderer,
     ToyTeacher,
@@ -261,16 +269,12 @@ async def test_each_group_gets_its_own_teachers_scores_joined_by_id(count, sampl
 
 
 async def alone(teacher: ToyTeacher, group, sample) -> np.ndarray:
-    from pipeline.engines.base import ScoreRow
-
     (scored,) = teacher.reply([ScoreRow("x", sample.token_ids, int(np.flatnonzero(sample.loss_mask)[0]))], "sampled", 0)
     return scored.logprobs
 
 
 @pytest.mark.fault(20)
 async def test_exchanging_two_columns_changes_what_the_trainer_reads(count, sampler):
-    from pipeline.trainer.packing import RowRules, make_rows
-
     async with opened(make_config(count, sampler=sampler)) as run:
         ordinals = await run.fill(1)
         async with running(run.scorer(engines(count))):
@@ -286,6 +290,26 @@ async def test_exchanging_two_columns_changes_what_the_trainer_reads(count, samp
             group.columns["teacher"].samples = dict(zip(names, [samples[name] for name in names[1:] + names[:1]], strict=True))
         shuffled = make_rows(groups, kept, rules).rows
         assert all(not np.array_equal(left.teacher, right.teacher) for left, right in zip(straight, shuffled, strict=True))
+
+
+@pytest.mark.fault(21)
+async def test_known_probabilities_reach_the_trainer_at_the_right_tokens(count, sampler):
+    class Halves(ToyTeacher):
+        def reply(self, rows, signal, top_k):
+            lengths = {row.row_id: len(row.token_ids) - row.start for row in rows}
+            return [ScoredRow(name, -np.log(2) * np.arange(1, length + 1, dtype=np.float32)) for name, length in lengths.items()]
+
+    async with opened(make_config(count, sampler=sampler)) as run:
+        ordinals = await run.fill(1)
+        async with running(run.scorer({name: [Halves()] for name in TEACHERS[:count]})):
+            assert await run.buffer.wait_scored(1, 60)
+        selection = await run.buffer.select(1)
+        assert sorted(selection.ordinals) == ordinals
+        groups = await run.buffer.read(list(selection.ordinals), columns=True)
+        kept = [sample.sample_id for group in groups for sample in group.samples]
+        for row in make_rows(groups, kept, RowRules(64, signal="sampled")).rows:
+            assert row.positions.tolist() == list(range(PROMPT, PROMPT + 4))
+            np.testing.assert_allclose(row.teacher, np.log([1 / 2, 1 / 4, 1 / 8, 1 / 16]), rtol=1e-6)
 
 
 @pytest.mark.fault(22)
@@ -318,6 +342,49 @@ async def test_another_vocabulary_is_refused_before_the_first_call(count, sample
         assert all(teacher.calls == [] for teacher in every(fleet))
         with pytest.raises(ConfigError):
             await start_teachers(scorer.teachers, Renderer())
+
+
+class Racing:
+    """An engine whose weights change every second, while its calls run: a call keeps the version that it started with, and a token
+    is 5 + that version."""
+
+    async def generate(self, requests, version):
+        await asyncio.sleep(0.4 * int(requests[0].request_id.split(".")[0]))  # for a slot
+        served = int(now())
+        await asyncio.sleep(1.5)
+        tokens, logprobs = np.full(4, 5 + served, np.int32), np.full(4, -1.0, np.float32)
+        return [Completion(request.request_id, tokens, logprobs, "length", served) for request in requests]
+
+
+@pytest.mark.fault(31)
+async def test_no_trained_token_carries_a_version_that_did_not_make_it(count, sampler):
+    async with opened(make_config(count, sampler=sampler)) as run:
+        scorer = run.scorer(engines(count))
+        worker = EvaluatorWorker(run.config, Renderer(), Racing(), specs_from_config(run.config), "here", offload=inline)
+
+        async def wake() -> None:
+            scorer.submit()
+
+        def task(ordinal: int):
+            return make_group(ordinal, teacher=TEACHERS[ordinal % count]).task
+
+        pool = EvaluatorPool(
+            run.config, run.buffer, Tasks(run.buffer, task), [worker], wake, nodes=(NodeSpec("here", (), 8, 8),),
+            details_folder=run.paths.details, offload=inline,
+        )  # fmt: skip
+        ordinals = await run.assign(1)
+        async with running(scorer):
+            await pool.rollout(1, [Batch(str(ordinal), "single_turn", "single_turn", (ordinal,)) for ordinal in ordinals])
+            assert await run.buffer.wait_scored(1, 60)
+        await pool.close()
+        groups = await run.buffer.read(list((await run.buffer.select(1)).ordinals), columns=True)
+        kept = [sample.sample_id for group in groups for sample in group.samples]
+        rows = make_rows(groups, kept, RowRules(64, signal="sampled")).rows
+        versions = {sample.sample_id: sample.versions for group in groups for sample in group.samples}
+        for row in rows:
+            np.testing.assert_array_equal(row.token_ids[row.positions], 5 + versions[row.sample_id][row.positions])
+            assert row.covered.all()
+        assert len(rows) == 32 and len({group.weight_version for group in groups}) > 1
 
 
 @pytest.mark.fault(41)
