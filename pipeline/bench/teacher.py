@@ -75,11 +75,11 @@ def play(workload: Workload, mode: Mode) -> Played:
 
 
 def figures(workload: Workload = Workload()) -> dict[str, float]:
-    """stage_over_inline: how many times faster the stage is. stage_over_none: time over that without a teacher;
-    stage_over_none_floor: the least that any order of calls could reach, see `floor_s`; what lies between is time behind the call of
-    another step, and stage_over_none_two_replicas shows it go. stage_over_bound: where a call costs by the row, so that batching
-    saves nothing, time over the largest of the rollout, teacher and training bounds. `_by_sample`: the same with as many permits for
-    samples in place of groups."""
+    """stage_over_inline: how many times faster the stage is. stage_over_none: time over that without a teacher.
+    stage_over_none_floor: the least that any order of calls reaches (`floor_s`); what lies between is time behind a call of the
+    other step, and stage_over_none_two_replicas shows it go. stage_over_bound: where a call costs by the row, so that batching
+    saves nothing, time over the largest of the rollout, teacher and training bounds. permits_while_scoring: mean number of groups
+    that hold their permits while the teacher works. `_by_sample`: the same with as many permits for samples in place of groups."""
     stage, inline, none = (play(workload, mode) for mode in ("stage", "inline", "none"))
     two = play(replace(workload, replicas=2), "stage")
     found = {
