@@ -6,6 +6,7 @@ Long work (a rollout, a training step) has no bound on its total time; it is bou
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -58,7 +59,8 @@ def first_line(error: BaseException) -> str:
 class RemoteStage:
     """A stage actor seen from another process: `await stage.method(...)` with the default deadline.
 
-    Calls that are made at the same moment are one request. A request is retried by Ray over a restart of the actor
+    Calls that are made at the same moment are one request, which is answered as a whole; one that waits for a change (`wait_*`)
+    is a request of its own, so that it holds up nothing. Requests are retried by Ray over a restart of the actor
     (`max_task_retries=-1`), which is safe because every mutating method takes an id.
     """
 
@@ -68,13 +70,15 @@ class RemoteStage:
         self._deadline_s = deadline_s
         self._handle: Any = None
         self._calls = Multiplexer(self._carry)
+        self._waits = Multiplexer(self._carry, lanes=sys.maxsize)
 
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
             raise AttributeError(method)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            return await self._calls.call(method, args, kwargs)
+            calls = self._waits if method.startswith("wait_") else self._calls
+            return await calls.call(method, args, kwargs)
 
         return call
 
