@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.buffer.lock import RunLock
 from pipeline.buffer.schema import create_run
 from pipeline.cli.runs import create_run_folder
-from pipeline.config.loading import read_config
+from pipeline.config.loading import Loaded, read_config
 from pipeline.config.schema import RunConfig
 from pipeline.engines.base import Engine, GenerateRequest, Version
 from pipeline.engines.renderer import ChatRenderer
@@ -49,27 +49,31 @@ def figures(path: Path, root: Path) -> dict[str, Any]:
 def measure(path: Path, overrides: tuple[str, ...], root: Path, name: str) -> dict[str, float]:
     """Median seconds of rollout[k] in a run of `path`, and of the bare engine with the requests of the same steps."""
     loaded = read_config(path, [*ON_POLICY, *overrides])
+    paths, config = completed_run(loaded, root, name)
+    rollouts = [times["done"] - times["started"] for node, times in node_times(paths).items() if node.startswith("rollout[")]
+    bare = asyncio.run(_bare(config, paths))
+    pipeline_s, engine_s = statistics.median(rollouts[WARM:]), statistics.median(bare[WARM:])
+    return {"pipeline_s": pipeline_s, "engine_s": engine_s, "over_engine": engine_s / pipeline_s}
+
+
+def completed_run(loaded: Loaded, root: Path, name: str) -> tuple[RunPaths, RunConfig]:
+    """A whole run in `<root>/<name>`, on a Ray of its own; returns its folder, and its configuration as its processes read it."""
     paths = create_run_folder(root, loaded, name, datetime.now())
     started = time.time()
     create_run(paths, {"steps": loaded.config.trainer.steps, "started_at": started})
     config = read_config(paths.config).config
     with RunLock(paths) as lock:
         Driver(paths, config, lock, started).run()
-    rollouts = rollout_seconds(paths)
-    bare = asyncio.run(_bare(config, paths))
-    pipeline_s, engine_s = statistics.median(rollouts[WARM:]), statistics.median(bare[WARM:])
-    return {"pipeline_s": pipeline_s, "engine_s": engine_s, "over_engine": engine_s / pipeline_s}
+    return paths, config
 
 
-def rollout_seconds(paths: RunPaths) -> list[float]:
-    """Of rollout[1], rollout[2], ..., from log/nodes.jsonl."""
+def node_times(paths: RunPaths) -> dict[str, dict[str, float]]:
+    """Node -> when it `started` and was `done` (seconds since the epoch), in the order of their starts, from log/nodes.jsonl."""
     times: dict[str, dict[str, float]] = {}
     for line in paths.nodes.read_text().splitlines():
         event = json.loads(line)
-        if event["node"].startswith("rollout["):
-            times.setdefault(event["node"], {})[event["event"]] = event["t"]
-    ordered = sorted(times.values(), key=lambda node: node["started"])
-    return [node["done"] - node["started"] for node in ordered]
+        times.setdefault(event["node"], {})[event["event"]] = event["t"]
+    return dict(sorted(times.items(), key=lambda node: node[1]["started"]))
 
 
 async def _bare(config: RunConfig, paths: RunPaths) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -94,24 +96,34 @@ def _engine(engines: Path) -> dict[str, Any]:
 
 
 def _rollout(config: Path, root: Path) -> dict[str, Any]:
-    """Two runs of their own, in a folder that goes with them."""
-    import tempfile
-
     from workflows.bench import figures
+
+    with _folder(root) as folder:
+        return figures(config, folder)
+
+
+@contextmanager
+def _folder(root: Path) -> Iterator[Path]:
+    """On the disk that runs lie on; it goes with what is in it."""
+    import tempfile
 
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".bench-") as folder:
-        return figures(config, Path(folder))
+        yield Path(folder)
 
 
 def _teacher(config: Path | None, root: Path) -> dict[str, Any]:
     from pipeline.bench import teacher, teacher_calls, teacher_commits
+    from workflows import bench_teacher
 
     if config is None:
         calls, who = teacher_calls.stated(), "a teacher of stated cost; --config measures a configured one"
     else:
         calls, who = teacher_calls.of_config(config, root / ".cache")
-    return {"figures": calls | teacher.figures() | teacher_commits.figures(), "notes": [f"call32_over_8x4 is of {who}"]}
+    with _folder(root) as folder:
+        on_ray = bench_teacher.figures(teacher.Workload(), folder)
+    found = calls | teacher.figures() | on_ray | teacher_commits.figures()
+    return {"figures": found, "notes": [f"call32_over_8x4 is of {who}", "ray_: whole runs of the same workload, a Ray each"]}
 
 
 def _teacher_calls(shape: str, device: str) -> dict[str, Any]:
@@ -122,13 +134,10 @@ def _teacher_calls(shape: str, device: str) -> dict[str, Any]:
 
 
 def _buffer(root: Path) -> dict[str, Any]:
-    """On the disk that runs lie on."""
     import asyncio
-    import tempfile
 
     from pipeline.bench.buffer import figures
 
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, prefix=".bench-") as folder:
-        found = asyncio.run(figures(Path(folder)))
+    with _folder(root) as folder:
+        found = asyncio.run(figures(folder))
     return {"figures": found, "notes": ["in this process, without an actor; against the package TransferQueue: not measured here"]}
