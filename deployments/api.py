@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from deployments.gate import PAGE_PARTS, Gate, GateRules, json_path
 from deployments.metrics import ServiceMetrics
@@ -37,8 +38,9 @@ FAULTS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "The request is wrong; `param` says where.",
         401: "The bearer token is missing or wrong.",
-        404: "There is no such thing.",
-        409: "It contradicts what is there.",
+        403: "The host name is not one of loopback.",
+        404: "There is no such thing: a route, a model, a data set, an evaluation, ...",
+        409: "It contradicts itself, or what is there.",
         413: "The body is too large.",
         429: "Too much at the same time; see Retry-After.",
         500: "A fault of the service; its log has the request id.",
@@ -50,7 +52,11 @@ EVENTS = {
     200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."},
     204: {"description": "No more events."},
 }
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}, "description": "The reply; with `stream` as server-sent events."}
+}
 TEXT = {200: {"content": {"text/plain": {}}, "description": "The exposition format of Prometheus."}}
+ARTEFACT = {200: {"content": {"application/json": {}, "application/octet-stream": {}}, "description": "The file."}}
 
 
 class Evaluating(Protocol):
@@ -131,12 +137,12 @@ def _models(api: FastAPI, front: Front) -> None:
         """The live model and the checkpoints of its run."""
         return await front.models()
 
-    @api.post("/v1/completions", tags=["models"], response_model=Reply)
+    @api.post("/v1/completions", tags=["models"], response_model=Reply, responses=STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Any:
         """Complete a text or token ids."""
         return _answer(await front.complete(body, request.state.request_id), body)
 
-    @api.post("/v1/chat/completions", tags=["models"], response_model=Reply)
+    @api.post("/v1/chat/completions", tags=["models"], response_model=Reply, responses=STREAMED)
     async def chat(body: ChatRequest, request: Request) -> Any:
         """Answer messages, by the model's own chat template."""
         return _answer(await front.chat(body, request.state.request_id), body)
@@ -189,14 +195,15 @@ def _evaluations(api: FastAPI, evaluating: Evaluating, folder: Path) -> None:
         """One sample with its conversation."""
         return await evaluating.sample(name, sample_id)
 
-    @api.get("/v1/evals/{name}/artefacts/{file}", tags=["evaluations"], response_class=FileResponse)
+    @api.get("/v1/evals/{name}/artefacts/{file}", tags=["evaluations"], response_class=FileResponse, responses=ARTEFACT)
     async def artefact(name: str, file: str) -> FileResponse:
         """`request.json`, `samples.jsonl` (a sample a line) or `summary.json`."""
         await evaluating.view(name)
         path = folder / name / file
         if file not in ARTEFACTS or not path.is_file():
             raise RequestRefused(404, "not_found", f"evaluation {name!r} has no artefact {file!r}")
-        return FileResponse(path, filename=f"{name}.{file}")
+        kind = "application/json" if path.suffix == ".json" else "application/octet-stream"
+        return FileResponse(path, filename=f"{name}.{file}", media_type=kind)
 
 
 def _runs(api: FastAPI, runs: Runs) -> None:
@@ -275,14 +282,21 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     first = error.errors()[0]
     message = str(first["msg"]).removeprefix("Value error, ")
     status, code = 400, "invalid_request"
-    return _refused(request, Refusal(status, code, message, json_path(first["loc"])))
+    return _refused(request, Refusal(status, code, message, json_path(first["loc"], error.body)))
 
 
 async def _no_route(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return _refused(request, Refusal(error.status_code, code, message), dict(error.headers or {}))
+    headers = {"allow": _methods(request)} if error.status_code == 405 else None
+    return _refused(request, Refusal(error.status_code, code, message), headers)
+
+
+def _methods(request: Request) -> str:
+    """All that the path knows: routes that share it are separate ones, of which the router names the first."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE]
+    return ", ".join(sorted({method for route in routes for method in route.methods}))
 
 
 def _refused(request: Request, refusal: Refusal, headers: dict[str, str] | None = None) -> JSONResponse:

@@ -139,7 +139,15 @@ def _host(value: str) -> str:
     return value.partition(":")[0]
 
 
-def json_path(location: tuple[Any, ...]) -> str | None:
-    """Where pydantic found a fault, as a path into the body."""
-    parts = [str(part) for part in location if part not in ("body", "query", "header", "path")]
-    return ".".join(parts) or None
+def json_path(location: tuple[Any, ...], body: Any) -> str | None:
+    """Where pydantic found a fault, as a path into the body, or the name of a header."""
+    where, *parts = location
+    if where != "body":
+        return ".".join(map(str, parts))
+    path, here = [], body
+    for part in parts:
+        if not isinstance(here, list if isinstance(part, int) else dict):
+            continue  # names the kind as which a value was read that may be of several
+        path.append(str(part))
+        here = here[part] if isinstance(here, list) else here.get(part)
+    return ".".join(path) or None

@@ -134,3 +134,13 @@ class SharedPaths:
 def evaluation_id(step: int) -> str:
     """Of the evaluation of weight version `step`: names its files and its lease on that version."""
     return f"eval_{step:06d}"
+
+
+def below(root: Path, name: str) -> Path | None:
+    """What `name` is below `root`, links followed; None when it lies elsewhere, or nothing can be called that."""
+    try:
+        path = (root / name).resolve()
+        path.exists()
+    except (OSError, ValueError):  # too long, a NUL
+        return None
+    return path if path.is_relative_to(root.resolve()) else None

@@ -25,7 +25,7 @@ from pipeline.errors import UserError
 from pipeline.importing import is_reference
 from pipeline.paths import RunPaths
 
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def run_root(runs_dir: Path | None, environment: Mapping[str, str] = os.environ) -> Path:
@@ -40,7 +40,7 @@ def new_run_id(name: str, now: datetime) -> str:
 
 
 def check_run_id(run_id: str) -> str:
-    if not _RUN_ID.fullmatch(run_id):
+    if not RUN_ID.fullmatch(run_id):
         raise UserError(f"run id {run_id!r} is not valid: 1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit")
     return run_id
 
@@ -89,12 +89,12 @@ def write_config(paths: RunPaths, config: RunConfig) -> None:
 def find_run(root: Path, run: str) -> RunPaths:
     """A run by id, or by the path of its folder. Raises UserError, naming the nearest id."""
     paths = RunPaths(root / run)
-    if not _RUN_ID.fullmatch(run) or not paths.root.is_dir():
+    if not RUN_ID.fullmatch(run) or not paths.root.is_dir():
         elsewhere = RunPaths(Path(run).expanduser().resolve())
         paths = elsewhere if elsewhere.config.is_file() else paths
     if paths.config.is_file():
         return paths
-    if paths.root.is_dir() and _RUN_ID.fullmatch(run):
+    if paths.root.is_dir() and RUN_ID.fullmatch(run):
         raise UserError(f"run {run!r} in {root} has no config.yaml: it was stopped before it began; remove {paths.root}")
     known = [found.run_id for found in list_runs(root)]
     close = difflib.get_close_matches(run, known, 1)

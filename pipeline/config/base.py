@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+T = TypeVar("T")
+Many = Annotated[tuple[T, ...], Field(strict=False)]
+"""Of a body, whose lists are no tuples."""
 
 
 class Strict(BaseModel):
@@ -15,7 +19,13 @@ class Strict(BaseModel):
     )
 
 
-class Request(Strict):
+class RequestPart(Strict):
+    """Part of a body that comes over a network. Its types are those of its schema: true is no number, and "1" is not 1."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Request(RequestPart):
     """A body that comes over a network."""
 
     @model_validator(mode="before")

@@ -15,8 +15,8 @@ class SamplingPart(Strict):
 
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
-    max_tokens: int | None = Field(None, ge=1)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
 
 
 class StoppingPart(Strict):

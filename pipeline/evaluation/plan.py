@@ -6,11 +6,11 @@ Invariant: the plan of a request is a pure function of (request, configuration),
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from pipeline.config.base import Request, Strict
+from pipeline.config.base import Many, Request, RequestPart
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import SamplingPart
 from pipeline.errors import RequestRefused
@@ -22,23 +22,47 @@ from pipeline.records import Sampling, Stopping, Task
 INLINE = "inline"
 """Name of a data set whose items come with the request, unless it says one."""
 INLINE_TYPE = "single_turn"
+MAX_N = 1024
 MAX_SAMPLES = 100_000
+PassAt = Annotated[int, Field(ge=1, le=MAX_N)]
+_ANSWERED = {
+    "anyOf": [
+        {"required": ["answer"], "properties": {"answer": {"type": "string"}}},
+        {"required": ["verifier"], "properties": {"verifier": {"not": {"enum": list(NEED_ANSWER)}}}},
+    ]
+}
+_ONE_SOURCE = {
+    "anyOf": [
+        {"required": ["name"], "properties": {"name": {"type": "string"}, "items": {"type": "null"}}},
+        {"required": ["items"], "properties": {"items": {"type": "array"}, "limit": {"type": "null"}}},
+    ]
+}
 
 
-class Item(Strict):
+class Item(RequestPart):
     """One problem that comes with the request."""
+
+    model_config = ConfigDict(json_schema_extra=_ANSWERED)
 
     prompt: str = Field(min_length=1)
     answer: str | None = None
     verifier: str = "exact"
     """`exact`, `numeric`, `contains`, or a verifier that the configuration names."""
 
+    @model_validator(mode="after")
+    def _answered(self) -> Item:
+        if self.verifier in NEED_ANSWER and self.answer is None:
+            raise ValueError(f"verifier {self.verifier!r} compares with an answer")
+        return self
 
-class DatasetPart(Strict):
+
+class DatasetPart(RequestPart):
     """A data set of the configuration by `name`, or `items` (then `name` is what the results are called)."""
 
+    model_config = ConfigDict(json_schema_extra=_ONE_SOURCE)
+
     name: str | None = Field(None, min_length=1)
-    items: tuple[Item, ...] | None = Field(None, min_length=1)
+    items: Many[Item] | None = Field(None, min_length=1)
     limit: int | None = Field(None, ge=1)
     """Held-out items at most; None: `eval.items`."""
 
@@ -51,26 +75,30 @@ class DatasetPart(Strict):
         return self
 
 
+class RequestSampling(SamplingPart):
+    model_config = ConfigDict(strict=True)
+
+
 class EvalRequest(Request):
     """Body of `POST /v1/evals`."""
 
     model: str = "live"
     """`live`, or the path of a checkpoint below the folder of runs."""
-    datasets: tuple[DatasetPart, ...] = ()
+    datasets: Many[DatasetPart] = ()
     """Empty: every data set of the configuration that is evaluated."""
-    n: int | None = Field(None, ge=1, le=1024)
-    """Samples an item; None: `eval.n`."""
-    k: tuple[int, ...] | None = None
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    """Samples an item; None: `eval.n`, and no fewer than `k` needs."""
+    k: PassAt | Many[PassAt] | None = None
     """pass@k for each, a number or a list; None: those of `eval.k` that n allows."""
-    sampling: SamplingPart = SamplingPart()
+    sampling: RequestSampling = RequestSampling()
     """What it leaves out is as in the configuration's evaluation."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """None: `run.seed`."""
 
-    @field_validator("k", mode="before")
+    @field_validator("k")
     @classmethod
-    def _one_is_a_list(cls, k: Any) -> Any:
-        return [k] if isinstance(k, int) else k
+    def _one_is_a_list(cls, k: int | tuple[int, ...] | None) -> tuple[int, ...] | None:
+        return tuple(dict.fromkeys([k] if isinstance(k, int) else k)) if k is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +112,11 @@ class Plan:
 
 
 def make_plan(request: EvalRequest, config: RunConfig, catalog: Catalog) -> Plan:
-    """Raises RequestRefused, naming the key."""
-    n = config.eval.n if request.n is None else request.n
-    k = tuple(size for size in config.eval.k if size <= n) if request.k is None else tuple(dict.fromkeys(request.k))
-    wrong = [size for size in k if not 1 <= size <= n]
-    if wrong:
-        raise RequestRefused(400, "invalid_k", f"pass@{wrong[0]} needs 1 <= k <= n = {n}", "k")
+    """Raises RequestRefused, naming the key: 404 for a name that is not known here, 409 for what contradicts itself."""
+    n = max([config.eval.n, *(request.k or ())]) if request.n is None else request.n
+    k = tuple(size for size in config.eval.k if size <= n) if request.k is None else request.k
+    if k and max(k) > n:
+        raise RequestRefused(409, "invalid_k", f"pass@{max(k)} needs at least as many samples: k <= n = {n}", "k")
     seed = config.run.seed if request.seed is None else request.seed
     tasks = [
         replace(task, samples=n, seed=seed, sampling=_sampling(task.sampling, request.sampling), needs=(), teacher=None)
@@ -101,7 +128,7 @@ def make_plan(request: EvalRequest, config: RunConfig, catalog: Catalog) -> Plan
     return plan
 
 
-def _sampling(base: Sampling, part: SamplingPart) -> Sampling:
+def _sampling(base: Sampling, part: RequestSampling) -> Sampling:
     return replace(base, **{name: value for name, value in part.model_dump().items() if value is not None})
 
 
@@ -117,9 +144,9 @@ def _named(request: EvalRequest, catalog: Catalog) -> list[Task]:
             continue
         if part.name not in evaluated:
             message = f"{part.name!r} is no data set that is evaluated here; known are {sorted(evaluated)}"
-            raise RequestRefused(400, "unknown_dataset", message, f"datasets.{place}.name")
+            raise RequestRefused(404, "unknown_dataset", message, f"datasets.{place}.name")
         if part.name in limits:
-            raise RequestRefused(400, "double_dataset", f"{part.name!r} is named twice", f"datasets.{place}.name")
+            raise RequestRefused(409, "double_dataset", f"{part.name!r} is named twice", f"datasets.{place}.name")
         limits[part.name] = part.limit
     for limit in dict.fromkeys(limits.values()):
         tasks += [task for task in catalog.eval_tasks(limit) if task.dataset in limits and limits[task.dataset] == limit]
@@ -136,10 +163,10 @@ def _inline(request: EvalRequest, config: RunConfig, catalog: Catalog) -> list[T
             continue
         if all(spec.task_type != INLINE_TYPE for spec in config.specs):
             message = f"items are played as {INLINE_TYPE!r}, for which the configuration has no spec"
-            raise RequestRefused(400, "no_spec", message, f"datasets.{place}.items")
+            raise RequestRefused(409, "no_spec", message, f"datasets.{place}.items")
         name = part.name or (INLINE if INLINE not in names else f"{INLINE}_{place}")
         if name in names:
-            raise RequestRefused(400, "double_dataset", f"two data sets are called {name!r}", f"datasets.{place}.name")
+            raise RequestRefused(409, "double_dataset", f"two data sets are called {name!r}", f"datasets.{place}.name")
         names.add(name)
         for number, item in enumerate(part.items):
             _check_item(item, known, f"datasets.{place}.items.{number}")
@@ -151,9 +178,7 @@ def _check_item(item: Item, known: set[str], key: str) -> None:
     """A verifier by reference loads code: only one that the server's configuration names is taken from a request."""
     if item.verifier not in known:
         what = "is not one that the configuration names" if is_reference(item.verifier) else "is unknown"
-        raise RequestRefused(400, "unknown_verifier", f"{item.verifier!r} {what}; known are {sorted(known)}", f"{key}.verifier")
-    if item.verifier in NEED_ANSWER and item.answer is None:
-        raise RequestRefused(400, "missing_answer", f"verifier {item.verifier!r} compares with an answer", f"{key}.answer")
+        raise RequestRefused(404, "unknown_verifier", f"{item.verifier!r} {what}; known are {sorted(known)}", f"{key}.verifier")
 
 
 def _task(dataset: str, number: int, item: Item, sampling: Sampling) -> Task:

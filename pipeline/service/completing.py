@@ -79,6 +79,8 @@ class Completing:
         for _ in range(VERSION_TRIES):
             completions, version = await self._generate(ask)
             if ask.top_logprobs is None:
+                if version is None:
+                    version = (await self._again(self._engine.info)).weight_version
                 return Answer(self._made(ask, completions, None), version)
             rows, before, after = await self._score(ask, completions)
             if before == after and version in (None, before):

@@ -86,8 +86,6 @@ class Front:
             opened = await self._backend.open(request.model)
             renderer = await self._renderer(opened)
             prompts = [_prompt(prompt, renderer) for prompt in request.prompts()]
-            if not prompts:
-                raise RequestRefused(400, "empty_prompt", "there is no prompt", "prompt")
             if len(prompts) * request.n > self._max_choices(opened):
                 message = f"{len(prompts)} prompts x n {request.n} is above {self._max_choices(opened)} choices a request"
                 raise RequestRefused(400, "too_many_choices", message, "n")
@@ -107,8 +105,7 @@ class Front:
             prompt = Prompt("", [int(token) for token in tokens])
             room = max(1, opened.info.max_context - len(tokens))
             most = request.most_tokens or room
-            top = (request.top_logprobs or 0) if request.logprobs else None
-            answer = await self._answer(opened, renderer, [prompt], request, most, top, "messages")
+            answer = await self._answer(opened, renderer, [prompt], request, most, request.likeliest, "messages")
             head = Head(request_id, int(self._clock()), opened.model.name)
             return chat_reply(head, prompt, answer, token_ids=request.return_token_ids)
 
@@ -167,8 +164,8 @@ class Front:
 def _prompt(prompt: str | TokenIds, renderer: ChatRenderer) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(prompt, [int(token) for token in renderer.encode_text(prompt)])
-    foreign = [token for token in prompt if not 0 <= token < renderer.vocab_size]
+    foreign = [token for token in prompt if token >= renderer.vocab_size]
     if foreign:
         message = f"token id {foreign[0]} is outside the vocabulary of {renderer.vocab_size}"
-        raise RequestRefused(400, "invalid_token", message, "prompt")
+        raise RequestRefused(404, "unknown_token", message, "prompt")
     return Prompt(renderer.decode(prompt), list(prompt))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipeline.engines.weights import WeightStore
 from pipeline.errors import RequestRefused, UserError
-from pipeline.paths import RunPaths, SharedPaths
+from pipeline.paths import RunPaths, SharedPaths, below
 from pipeline.trainer.checkpoints import MANIFEST, listed
 
 LIVE = "live"
@@ -72,8 +72,8 @@ class Models:
         if name == LIVE:
             return self.live()
         root = self._runs.runs.resolve()
-        folder = (root / name).resolve()
-        if not folder.is_relative_to(root):
+        folder = below(root, name)
+        if folder is None:
             raise RequestRefused(404, "model_not_found", f"{name!r} is not below the folder of runs {root}", "model")
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
             known = [model.name for model in (self.live(), *self.checkpoints())]

@@ -6,20 +6,29 @@ nothing (`user`, `metadata`) is taken.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from pipeline.config.base import refuse_broken_text
 from pipeline.records import Sampling
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
-TokenIds = list[int]
+Text = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_TEXT_PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}, "required": ["type", "text"]}
+
+
+def _null_may_stand(schema: dict[str, Any]) -> None:
+    """Says in the schema what `_null_is_left_out` does."""
+    for name, part in schema["properties"].items():
+        if name not in schema.get("required", ()) and isinstance(part.get("type"), str) and part["type"] != "null":
+            part["type"] = [part["type"], "null"]
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     include_usage: bool = False
     """Send the usage in a last chunk that has no choices."""
@@ -29,7 +38,7 @@ class StreamOptions(BaseModel):
 class _Request(BaseModel):
     """What both routes take. Strict: true is no number, and 1 is not true."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, json_schema_extra=_null_may_stand)
 
     model: str = "live"
     """`live`, or the path of a checkpoint below the folder of runs."""
@@ -39,7 +48,7 @@ class _Request(BaseModel):
     """The same weights, prompt, sampling and seed give the same tokens."""
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, lt=2**31)
     """0 switches the cut off."""
     stop: str | list[str] | None = Field(None)
     """The text ends before the first of these."""
@@ -74,24 +83,16 @@ class _Request(BaseModel):
 class CompletionRequest(_Request):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: Text | Annotated[list[Text], Field(min_length=1)] | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
     """A text, token ids, or a list of either."""
-    max_tokens: int = Field(16, ge=0)
-    """0 only with `echo`: the prompt is scored and nothing is made."""
+    max_tokens: int = Field(16, ge=0, lt=2**31)
+    """0 makes nothing; with `echo` and `logprobs` the prompt is scored."""
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     """Log-probabilities of the tokens, and of this many of the likeliest at each place, at temperature 1."""
     echo: bool = False
     """The prompt stands before the text (and its log-probabilities before those of the text)."""
-    best_of: int | None = None
+    best_of: None = None
     suffix: None = None
-
-    @model_validator(mode="after")
-    def _sizes(self) -> CompletionRequest:
-        if self.best_of not in (None, self.n):
-            raise ValueError(f"best_of {self.best_of} is not supported: leave it out, or say n {self.n}")
-        if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens 0 makes nothing: it needs echo")
-        return self
 
     def prompts(self) -> list[str | TokenIds]:
         prompt = self.prompt
@@ -101,10 +102,10 @@ class CompletionRequest(_Request):
 
 
 class ChatMessage(BaseModel):
-    model_config = ConfigDict(extra="ignore")  # what other servers put into their replies comes back in the history
+    model_config = ConfigDict(extra="ignore", strict=True)  # what other servers put into their replies comes back in the history
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Annotated[dict[str, Any], WithJsonSchema(_TEXT_PART)]] | None = None
 
     def text(self) -> str:
         """Parts of kind `text` are joined. Raises ValueError for any other."""
@@ -119,7 +120,7 @@ class ChatMessage(BaseModel):
 
 
 class TextFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
 
@@ -128,12 +129,13 @@ class ChatRequest(_Request):
     """`POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
     """None: what the context has left."""
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     """The newer name of max_tokens."""
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """This many of the likeliest tokens at each place; above 0 it asks for `logprobs` too."""
     response_format: TextFormat | None = None
     tools: list[Any] | None = Field(None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
@@ -141,11 +143,14 @@ class ChatRequest(_Request):
 
     @model_validator(mode="after")
     def _plain(self) -> ChatRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
         for message in self.messages:
             message.text()
         return self
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many tokens a place; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs or self.top_logprobs else None
 
     @property
     def most_tokens(self) -> int | None:

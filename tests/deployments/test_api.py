@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from deployments.api import make_api
 from deployments.gate import GateRules
 from pipeline.engines.renderer import ChatRenderer
 from pipeline.errors import EngineError, EngineUnavailable, RequestRefused
 from pipeline.evaluation.jobs import Jobs
+from pipeline.evaluation.plan import EvalRequest, Plan
 from pipeline.evaluation.store import JobStore
 from pipeline.paths import SharedPaths
 from pipeline.service.arguments import token_digest
@@ -62,25 +65,34 @@ class LocalJobs(Jobs):
 
 
 class World:
-    def __init__(self, client: httpx.AsyncClient, backend: Backend, jobs: LocalJobs) -> None:
-        self.client, self.backend, self.jobs = client, backend, jobs
+    def __init__(self, api: FastAPI, client: httpx.AsyncClient, backend: Backend, jobs: LocalJobs) -> None:
+        self.api, self.client, self.backend, self.jobs = api, client, backend, jobs
 
     async def post(self, path: str, **body):
         return await self.client.post(path, json=body)
 
 
 @asynccontextmanager
-async def world(folder: Path, rules: GateRules = RULES, *, max_in_flight: int = 8, deadline_s: float = 5.0, **limits):
+async def world(
+    folder: Path,
+    rules: GateRules = RULES,
+    *,
+    max_in_flight: int = 8,
+    deadline_s: float = 5.0,
+    context: int = CONTEXT,
+    planned: Callable[[EvalRequest], Plan] = plan,
+    **limits,
+):
     renderer = ChatRenderer.load(letters_folder(folder / "letters"))
-    backend = Backend(Reverser(renderer), folder / "letters")
-    jobs = LocalJobs(JobStore(folder / "evals"), Player(), plan, 0.9, offload=inline, **limits)
+    backend = Backend(Reverser(renderer, context=context), folder / "letters")
+    jobs = LocalJobs(JobStore(folder / "evals"), Player(), planned, 0.9, offload=inline, **limits)
     await jobs.start()
     front = Front(backend, deadline_s, max_in_flight, clock=lambda: 1000.0, new_seed=lambda: 5)
     runs = Runs(SharedPaths(folder / "runs"), folder, lambda arguments, output: None)
     api = make_api(backend, jobs, front, runs, rules, folder / "evals")
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=api), base_url="http://127.0.0.1:8000") as client:
-            yield World(client, backend, jobs)
+            yield World(api, client, backend, jobs)
     finally:
         await jobs.close()
 
@@ -181,11 +193,12 @@ async def test_a_stream_says_what_the_whole_reply_says(here):
         ({"prompt": "a", "logit_bias": {"1": 2}}, "logit_bias"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "frobnicate": 1}, "frobnicate"),
-        ({"prompt": "a", "max_tokens": 0}, None),
-        ({"prompt": "a", "best_of": 3}, None),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "top_k": 2**31}, "top_k"),
+        ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": [99999]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": "a" * 200}, "prompt"),
         ({"prompt": [[False]]}, "prompt"),
@@ -208,9 +221,23 @@ async def test_a_prompt_that_fills_the_context_is_refused_with_openais_code(here
     assert (await here.post("/v1/completions", prompt="a" * CONTEXT, max_tokens=0, echo=True, logprobs=0)).status_code == 200
 
 
+@pytest.mark.parametrize("body", [{"prompt": [99999]}, {"prompt": "a", "model": "m"}, {"prompt": "a", "model": "m\0"}])
+async def test_what_is_not_there_is_named(here, body):
+    error = error_of(await here.post("/v1/completions", **body), 404)
+    assert error["param"] in body and error["type"] == "invalid_request_error"
+
+
+async def test_nothing_is_made_when_no_token_is_asked_for(here):
+    reply = (await here.post("/v1/completions", prompt="abc", max_tokens=0)).json()
+    assert (reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]) == ("", "length")
+    assert reply["system_fingerprint"] == "weights-3" and reply["usage"]["completion_tokens"] == 0
+    assert here.backend.engine.requests == []
+
+
 async def test_errors_have_one_form(here):
     assert error_of(await here.client.get("/nothing"), 404)["code"] == "not_found"
-    assert error_of(await here.client.put("/v1/models"), 405)["code"] == "method_not_allowed"
+    refused = await here.client.put("/v1/evals/none")
+    assert error_of(refused, 405)["code"] == "method_not_allowed" and refused.headers["allow"] == "DELETE, GET"
     response = await here.client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
     error_of(response, 400)
     assert error_of(await here.post("/v1/completions", prompt="a", model="m"), 404)["param"] == "model"
@@ -375,6 +402,10 @@ async def test_runs_over_http(here):
     ]:  # fmt: skip
         error_of(await here.client.request(method, f"/v1/runs/none{path}"), 404)
     assert error_of(await here.post("/v1/runs"), 400)["param"] == "config"
+    for name in ("a\0b", "a" * 3000):
+        assert error_of(await here.post("/v1/runs", config=name), 404)["param"] == "config"
+    error_of(await here.client.get(f"/v1/runs/{'a' * 500}"), 404)
+    error_of(await here.client.get("/v1/runs/a%00b"), 404)
     assert error_of(await here.post("/v1/runs", config="nothing.yaml"), 404)["param"] == "config"
     assert "unknown key studnt" in error_of(await here.post("/v1/runs", config={"studnt": {}}), 400)["message"]
 

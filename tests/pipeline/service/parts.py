@@ -33,6 +33,7 @@ class Reverser:
     faults: list[BaseException] = field(default_factory=list)
     versions: list[int] = field(default_factory=lambda: [3])
     requests: list[Any] = field(default_factory=list)
+    context: int = CONTEXT
 
     def _version(self) -> int:
         if self.faults:
@@ -41,7 +42,7 @@ class Reverser:
 
     async def info(self) -> EngineInfo:
         digest = self.renderer.digest
-        return EngineInfo("reverser", "r", "d", self.renderer.vocab_size, digest, self._version(), CONTEXT, 8, 0, 0, 0, 0)
+        return EngineInfo("reverser", "r", "d", self.renderer.vocab_size, digest, self._version(), self.context, 8, 0, 0, 0, 0)
 
     async def generate(self, requests, version):
         made = self._version()
