@@ -41,8 +41,8 @@ def build(given: dict[str, Any]) -> Any:
 
     if not ray.is_initialized():
         atexit.register(own_cluster(settings))
-    if settings.resume is not None:
-        Runs(settings.runs, settings.configs, launch).resume(settings.resume)
+    if settings.resume:
+        Runs(settings.runs, settings.configs, launch).go_on(settings.run.run_id if settings.run is not None else None)
     address = {"host": settings.host, "port": settings.port}
     serve.start(http_options=address | {"location": "EveryNode", "keep_alive_timeout_s": KEEP_ALIVE_S})
     models = ModelsReplica.options(num_replicas=settings.config.engine.replicas).bind(settings)

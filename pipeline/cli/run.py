@@ -48,7 +48,7 @@ def run(
 def resume(
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="Id or folder of a run.", show_default=False)] = None,
     overrides: OverridesArgument = None,
-    every: Annotated[bool, typer.Option("--all", help="Every run that is not finished, one after the other.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Every run that was interrupted, one after the other.")] = False,
     runs_dir: RunsDirOption = None,
 ) -> int:
     started = time.time()
@@ -58,9 +58,7 @@ def resume(
     root = run_root(runs_dir)
     if every == (run is not None):
         raise UserError("give one RUN to resume, or --all")
-    chosen = (
-        [find_run(root, run)] if run is not None else [paths for paths in reversed(list_runs(root)) if _state(paths) not in DONE]
-    )
+    chosen = [find_run(root, run)] if run is not None else [paths for paths in reversed(list_runs(root)) if _is_interrupted(paths)]
     codes = [_resume(paths, overrides or [], started) for paths in chosen]
     return max(codes, default=0)
 
@@ -110,6 +108,12 @@ def drive(paths: RunPaths, started: float, overrides: Sequence[str] = ()) -> int
     if outcome.summary:
         console.print(render_table(outcome.summary, paths))
     return outcome.exit_code
+
+
+def _is_interrupted(paths: RunPaths) -> bool:
+    from pipeline.buffer.lock import is_held
+
+    return not is_held(paths) and _state(paths) not in DONE
 
 
 def _state(paths: RunPaths) -> str | None:

@@ -34,8 +34,8 @@ class ServeArguments(Strict):
     """A configuration file; None: that of the run, else configs/quickstart.yaml."""
     run_id: str | None = None
     """The run whose newest weights are live; None: the configuration's own student, as it begins."""
-    resume: str | None = None
-    """A run to go on with, as a process of its own; its weights are live, unless `run_id` says another."""
+    resume: bool = False
+    """Go on with training that was interrupted, as a process of its own: with `run_id` that run, else all, one after the other."""
     runs_dir: Path | None = None
     """Where runs lie; None: $ROLLOUT_RUNS, else ./runs."""
     host: str = "127.0.0.1"
@@ -55,8 +55,7 @@ class Settings:
     """The folder whose configurations can be run by name."""
     runs: SharedPaths
     run: RunPaths | None
-    resume: str | None
-    """Id of the run to go on with."""
+    resume: bool
     host: str
     port: int
     token_sha256: str | None
@@ -78,8 +77,7 @@ def parse_arguments(given: Mapping[str, Any]) -> ServeArguments:
 def settle(arguments: ServeArguments, environment: Mapping[str, str] = os.environ, beside: Path = Path()) -> Settings:
     """beside: the folder that holds configs/ when the current one does not. Raises UserError."""
     root = run_root(arguments.runs_dir, environment)
-    resumed = find_run(root, arguments.resume) if arguments.resume is not None else None
-    run = find_run(root, arguments.run_id) if arguments.run_id is not None else resumed
+    run = find_run(root, arguments.run_id) if arguments.run_id is not None else None
     default = _default_config(beside)
     path = arguments.config or (run.config if run is not None else default)
     if path is None:
@@ -89,9 +87,8 @@ def settle(arguments: ServeArguments, environment: Mapping[str, str] = os.enviro
     folder = loaded.path.resolve().parent
     code = tuple(str(part) for part in (folder, folder / "code") if part.is_dir())
     token = _token(arguments, environment)
-    resume = resumed.run_id if resumed is not None else None
     configs = (arguments.config or default or path).resolve().parent
-    return Settings(loaded.config, code, configs, SharedPaths(root), run, resume, arguments.host, arguments.port, token)
+    return Settings(loaded.config, code, configs, SharedPaths(root), run, arguments.resume, arguments.host, arguments.port, token)
 
 
 def is_loopback(host: str) -> bool:

@@ -25,8 +25,8 @@ from pipeline.buffer.reader import read_live_status
 from pipeline.buffer.schema import create_run
 from pipeline.buffer.settings import BufferSettings
 from pipeline.cli.checks import check_names
-from pipeline.cli.runs import create_run_folder, list_runs
-from pipeline.config.base import Request
+from pipeline.cli.runs import RUN_ID, create_run_folder, list_runs
+from pipeline.config.base import Many, Request
 from pipeline.config.loading import Loaded, read_config
 from pipeline.errors import RequestRefused, RolloutError
 from pipeline.evaluator.admission import prove
@@ -34,9 +34,11 @@ from pipeline.evaluator.machine import this_machine
 from pipeline.observe.evaluations import Evaluation, conversations, student_evaluations, teacher_evaluations
 from pipeline.observe.jsonlines import read_jsonlines
 from pipeline.observe.timeline import in_flow_order, picture, read_timeline, timeline_path
-from pipeline.paths import RunPaths, SharedPaths
+from pipeline.paths import RunPaths, SharedPaths, below
 
 ENDED = ("finished", "failed", "cancelled", "stopped")
+INTERRUPTED = ("failed", "stopped")
+"""What a service that is told to go on takes up: not what was cancelled."""
 STARTING_S = 30.0
 """For a new process to take the run's lock."""
 STOP_S = 60.0
@@ -51,9 +53,9 @@ class RunRequest(Request):
 
     config: str | dict[str, Any]
     """The configuration itself, or the name of a file beside the service's own configuration."""
-    overrides: tuple[str, ...] = ()
+    overrides: Many[str] = ()
     """`key.path=value`"""
-    run_id: str | None = Field(None, max_length=64)
+    run_id: str | None = Field(None, pattern=f"^{RUN_ID.pattern}$")
     """None: generated."""
 
 
@@ -140,6 +142,16 @@ class Runs:
         self._start(paths)
         return self.view(run_id)
 
+    def go_on(self, run_id: str | None) -> None:
+        """Start that run again, or all runs one after the other. What still runs, or ended on purpose, is left alone."""
+        if run_id is None:
+            self._runs.service.root.mkdir(parents=True, exist_ok=True)
+            self._launch(["resume", "--all", "--runs-dir", str(self._runs.runs)], self._runs.service.root / "resume.log")
+            return
+        paths = self._find(run_id)
+        if self._view(paths)["status"] in INTERRUPTED:
+            self._start(paths)
+
     async def cancel(self, run_id: str) -> dict[str, Any]:
         """End its process at once; a run that has ended by itself is only marked. Raises RequestRefused 409 on a finished one."""
         paths = self._find(run_id)
@@ -196,14 +208,14 @@ class Runs:
 
     def _find(self, run_id: str) -> RunPaths:
         paths = RunPaths(self._runs.runs / run_id)
-        if paths.root.parent != self._runs.runs or run_id.startswith(".") or not paths.config.is_file():
+        if not RUN_ID.fullmatch(run_id) or not paths.config.is_file():
             raise RequestRefused(404, "not_found", f"there is no run {run_id!r}")
         return paths
 
     def _load(self, request: RunRequest) -> Loaded:
         if isinstance(request.config, str):
-            path = (self._configs / request.config).resolve()
-            if not path.is_relative_to(self._configs.resolve()) or not path.is_file():
+            path = below(self._configs, request.config)
+            if path is None or not path.is_file():
                 known = sorted(file.name for file in self._configs.glob("*.yaml"))
                 raise RequestRefused(
                     404, "unknown_config", f"there is no configuration {request.config!r}; known are {known}", "config"

@@ -54,6 +54,7 @@ def test_a_resume_changes_nothing_of_a_run_that_another_process_owns(rollout, dr
     before = paths.config.read_text()
     with RunLock(paths):
         code, _, err = rollout("resume", "one", "trainer.steps=99", "--runs-dir", runs)
+        assert rollout("resume", "--all", "--runs-dir", runs)[0] == 0, "a run that goes on was not interrupted"
     assert code == 4 and "locked" in err
     assert paths.config.read_text() == before and len(drivers) == 1
     assert rollout("resume", "one", "trainer.steps=99", "--runs-dir", runs)[0] == 0

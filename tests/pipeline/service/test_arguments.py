@@ -29,8 +29,9 @@ def settled(config, environment=None, **given):
 
 
 def test_arguments_are_text_and_become_typed(config, tmp_path):
-    settings = settled(config, port="8111", runs_dir=str(tmp_path / "r"))
+    settings = settled(config, port="8111", runs_dir=str(tmp_path / "r"), resume="true")
     assert (settings.port, settings.host, settings.run, settings.token_sha256) == (8111, "127.0.0.1", None, None)
+    assert settings.resume is True and settled(config).resume is False
     assert settings.configs == tmp_path
     assert settings.runs.cache == tmp_path / "r" / ".cache" and str(tmp_path) in settings.code
 
@@ -41,6 +42,7 @@ def test_arguments_are_text_and_become_typed(config, tmp_path):
         ({"prot": "1"}, r"deployments:app: unknown key prot; did you mean port\?"),
         ({"port": "0"}, r"deployments:app: port: '?0'? is out of bounds, must be >= 1"),
         ({"port": "x"}, r"deployments:app: port: 'x': input should be a valid integer"),
+        ({"resume": "r1"}, r"deployments:app: resume: 'r1': input should be a valid boolean"),
     ],
 )
 def test_wrong_arguments_are_one_line(given, message):

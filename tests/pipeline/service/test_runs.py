@@ -140,6 +140,24 @@ async def test_a_run_whose_process_was_killed_is_stopped_and_goes_on(world):
     assert world.runs.resume("r1")["status"] == "starting"
 
 
+async def test_a_service_that_goes_on_takes_up_what_was_interrupted(world):
+    world.runs.go_on(None)
+    everything = ["resume", "--all", "--runs-dir", str(world.shared.runs)]
+    assert world.launched == [everything] and world.shared.service.root.is_dir()
+    world.runs.submit(request(), "k")
+    world.launched.clear()
+    world.runs.go_on("r1")
+    assert world.launched == [], "it is being started"
+    for seconds, state, resumed in [(1, "running", True), (2, "failed", True), (3, "cancelled", False), (4, "finished", False)]:
+        world.now = seconds * (STARTING_S + 1)
+        await world.record("r1", state)
+        world.launched.clear()
+        world.runs.go_on("r1")
+        assert bool(world.launched) == resumed, state
+    with pytest.raises(RequestRefused):
+        world.runs.go_on("r2")
+
+
 async def test_events_are_the_steps_and_how_it_ended(world):
     world.runs.submit(request(), "k")
     paths = world.paths("r1")
