@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
 
 from pipeline.config.schema import RunConfig
 from pipeline.engines.scripted import ScriptedEngine
@@ -312,15 +313,18 @@ def test_the_plan_of_a_request_names_the_key_at_fault():
     assert [task.verifier for task in mixed.tasks[-2:]] == ["numeric", "exact"] and mixed.tasks[-1].dataset == "inline"
     assert {task.sampling.temperature for task in mixed.tasks} == {0.5} and {task.seed for task in mixed.tasks} == {3}
 
-    wrong = {
-        "k": {"k": 5},
-        "datasets.0.name": {"datasets": [{"name": "word"}]},
-        "datasets.1.name": {"datasets": [{"name": "words"}, {"name": "words"}]},
-        "datasets.0.items.1.verifier": {"datasets": [{"items": [items[0], {"prompt": "x", "verifier": "os:system"}]}]},
-        "datasets.0.items.0.answer": {"datasets": [{"items": [{"prompt": "x"}]}]},
-        "datasets": {"n": 1024, "datasets": [{"items": [items[0]] * 100}]},
-    }
-    for key, body in wrong.items():
+    assert (planned(k=5).k, planned(k=5).total) == ((5,), 50), "as many samples as k needs"
+    wrong = [
+        (409, "k", {"n": 3, "k": 5}),
+        (404, "datasets.0.name", {"datasets": [{"name": "word"}]}),
+        (409, "datasets.1.name", {"datasets": [{"name": "words"}, {"name": "words"}]}),
+        (404, "datasets.0.items.1.verifier", {"datasets": [{"items": [items[0], {"prompt": "x", "verifier": "os:system"}]}]}),
+        (400, "datasets", {"n": 1024, "datasets": [{"items": [items[0]] * 100}]}),
+    ]
+    for status, key, body in wrong:
         with pytest.raises(RequestRefused) as caught:
             planned(**body)
-        assert (caught.value.status, caught.value.param) == (400, key)
+        assert (caught.value.status, caught.value.param) == (status, key)
+    for body in ({"datasets": [{"items": [{"prompt": "x"}]}]}, {"n": "2"}, {"k": True}, {"sampling": {"temperature": "1"}}):
+        with pytest.raises(ValidationError):
+            planned(**body)
