@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from pipeline.errors import EngineError
 from pipeline.records import Sampling
+
+COLDEST = 1e-4
+"""Below it a row is greedy: logits divided by less overflow."""
 
 
 def uniforms(seed: int, count: int) -> list[float]:
@@ -23,6 +27,7 @@ def draw(logits_bv: Tensor, settings: Sequence[Sampling], noise: Sequence[float]
     logits_bv: [B, V], any float type. Raises EngineError when logits are not finite.
     """
     logits_bv = logits_bv.float()
+    settings = [replace(each, temperature=0.0) if 0 < each.temperature < COLDEST else each for each in settings]
     temperature = [each.temperature for each in settings]
     if any(value not in (0.0, 1.0) for value in temperature):
         logits_bv = logits_bv / torch.tensor([value or 1.0 for value in temperature])[:, None]
