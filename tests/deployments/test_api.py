@@ -10,7 +10,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
+import uvicorn
 from fastapi import FastAPI
 
 from deployments.api import make_api
@@ -95,6 +97,20 @@ async def world(
             yield World(api, client, backend, jobs)
     finally:
         await jobs.close()
+
+
+@asynccontextmanager
+async def listening(api: FastAPI):
+    """The address of a server of it."""
+    server = uvicorn.Server(uvicorn.Config(api, port=0, log_level="warning"))
+    serving = asyncio.create_task(server.serve())
+    try:
+        while not server.started:
+            await asyncio.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
 
 
 @pytest.fixture
@@ -322,6 +338,25 @@ async def test_an_answer_has_a_deadline(tmp_path):
 
         here.backend.engine.generate = never
         assert error_of(await here.post("/v1/completions", prompt="abc"), 504)["code"] == "deadline"
+
+
+async def test_the_official_client_raises_its_own_exceptions(tmp_path):
+    rules = GateRules(loopback=True, token_sha256=token_digest("s3cret"), max_body_bytes=4000)
+    async with world(tmp_path, rules, max_in_flight=1) as here, listening(here.api) as address:
+        official = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="s3cret", max_retries=0)
+        async with official, official.with_options(api_key="wrong") as stranger:
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.completions.create(model="live", prompt="abc")
+            assert (await official.completions.create(model="live", prompt="abc")).choices[0].text == "cba"
+            for fault, raised, code in [
+                (RequestRefused(429, "too_many_requests", "later", retry_after_s=1), openai.RateLimitError, "too_many_requests"),
+                (EngineUnavailable("gone"), openai.InternalServerError, "engine_unavailable"),
+                (RequestRefused(404, "model_not_found", "no", "model"), openai.NotFoundError, "model_not_found"),
+            ]:
+                here.backend.fault = fault
+                with pytest.raises(raised) as caught:
+                    await official.completions.create(model="live", prompt="abc")
+                assert caught.value.code == code and caught.value.request_id == caught.value.body["request_id"]
 
 
 async def wait_done(here: World, name: str) -> list[dict]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import openai
 import psutil
 import pytest
 import yaml
@@ -135,33 +135,62 @@ def test_the_live_student_answers(service):
     assert logprobs["token_logprobs"][0] is None and all(value < 0 for value in logprobs["token_logprobs"][1:])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="the openai package is not installed")
-def test_the_official_client_works(service):
-    import openai
+@pytest.fixture(scope="module")
+def official(service):
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
-    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none")
-    chat = client.chat.completions.create(
-        model="live",
-        messages=[{"role": "user", "content": "abc"}],
-        n=2,
-        seed=1,
-        max_completion_tokens=4,
-        logprobs=True,
-        top_logprobs=2,
-    )
+
+def test_the_official_client_completes(official):
+    asked = {"model": "live", "prompt": ["ab", "cd"], "max_tokens": 6, "n": 2, "seed": 1}
+    made = official.completions.create(**asked, logprobs=2)
+    assert [choice.index for choice in made.choices] == [0, 1, 2, 3] and len({choice.text for choice in made.choices}) > 1
+    assert made.usage.completion_tokens == sum(len(choice.logprobs.tokens) for choice in made.choices)
+    assert (made.usage.prompt_tokens, made.system_fingerprint) == (4, "weights-0")
+    again = official.completions.create(**asked)
+    assert [choice.text for choice in again.choices] == [choice.text for choice in made.choices]
+
+    parts = list(official.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    said = {choice.index: choice.text for part in parts for choice in part.choices}
+    assert said == {choice.index: choice.text for choice in made.choices} and parts[-1].usage == made.usage
+
+
+def test_the_official_client_reads_scores_and_stops(official):
+    echoed = official.completions.create(model="live", prompt="cab", max_tokens=1, echo=True, logprobs=1).choices[0]
+    assert echoed.text.startswith("cab") and echoed.logprobs.text_offset[:3] == [0, 1, 2]
+    assert echoed.logprobs.token_logprobs[0] is None and all(value < 0 for value in echoed.logprobs.token_logprobs[1:])
+    assert all(value <= max(top.values()) for value, top in list(zip(*scores(echoed), strict=True))[1:])
+    whole = official.completions.create(model="live", prompt="cab", max_tokens=30, seed=3).choices[0].text
+    stop = whole[len(whole) // 2]
+    cut = official.completions.create(model="live", prompt="cab", max_tokens=30, seed=3, stop=[stop]).choices[0]
+    assert (cut.text, cut.finish_reason) == (whole[: whole.index(stop)], "stop")
+
+
+def scores(choice) -> tuple[list, list]:
+    return choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
+
+
+def test_the_official_client_chats(official):
+    asked = {"model": "live", "messages": [{"role": "user", "content": "abc"}], "seed": 1, "max_completion_tokens": 4}
+    chat = official.chat.completions.create(**asked, n=2, logprobs=True, top_logprobs=2)
     assert len(chat.choices) == 2 and chat.usage.completion_tokens == sum(len(c.logprobs.content) for c in chat.choices)
-    stream = client.chat.completions.create(
-        model="live", messages=[{"role": "user", "content": "abc"}], seed=1, max_completion_tokens=4, stream=True
-    )
-    assert "".join(part.choices[0].delta.content or "" for part in stream) == chat.choices[0].message.content
-    made = client.completions.create(model="live", prompt=["ab", "cd"], max_tokens=3, echo=True, logprobs=1)
-    assert made.choices[1].text.startswith("cd") and made.choices[0].logprobs.token_logprobs[0] is None
-    assert [model.id for model in client.models.list()] == ["live"]
+    assert {len(entry.top_logprobs) for choice in chat.choices for entry in choice.logprobs.content} == {2}
+    parts = list(official.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(part.choices[0].delta.content or "" for part in parts[:-1]) == chat.choices[0].message.content
+    assert parts[-2].choices[0].finish_reason == chat.choices[0].finish_reason
+    assert parts[-1].choices == [] and parts[-1].usage.prompt_tokens == chat.usage.prompt_tokens
+    assert [model.id for model in official.models.list()] == ["live"]
+
+
+def test_the_official_client_raises_its_own_exceptions(official):
     with pytest.raises(openai.NotFoundError) as caught:
-        client.completions.create(model="other", prompt="a")
+        official.completions.create(model="other", prompt="a")
     assert caught.value.code == "model_not_found" and caught.value.param == "model"
-    with pytest.raises(openai.BadRequestError, match="context"):
-        client.completions.create(model="live", prompt="a" * 500)
+    assert caught.value.request_id == caught.value.body["request_id"]
+    for asked, code in [({"prompt": "a" * 500}, "context_length_exceeded"), ({"prompt": "a", "n": 0}, "invalid_request")]:
+        with pytest.raises(openai.BadRequestError) as caught:
+            official.completions.create(model="live", **asked)
+        assert caught.value.code == code
 
 
 def test_the_page_and_its_parts_are_there(service):
