@@ -30,8 +30,8 @@ class Request(RequestPart):
 
     @model_validator(mode="before")
     @classmethod
-    def _text(cls, data: Any) -> Any:
-        return refuse_broken_text(data)
+    def _as_sent(cls, data: Any) -> Any:
+        return whole_numbers(refuse_broken_text(data))
 
     def digest(self) -> str:
         """The same for bodies that ask for the same, however they were written."""
@@ -48,3 +48,12 @@ def refuse_broken_text(data: Any) -> Any:
     except UnicodeEncodeError as error:
         raise ValueError("a text holds half a surrogate pair, which is not Unicode") from error
     return data
+
+
+def whole_numbers(data: Any) -> Any:
+    """JSON has one kind of number: 2.0 is the integer 2, also where types are strict."""
+    if isinstance(data, dict):
+        return {key: whole_numbers(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [whole_numbers(value) for value in data]
+    return int(data) if isinstance(data, float) and data.is_integer() else data

@@ -92,8 +92,8 @@ class EvalRequest(Request):
     """pass@k for each, a number or a list; None: those of `eval.k` that n allows."""
     sampling: RequestSampling = RequestSampling()
     """What it leaves out is as in the configuration's evaluation."""
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    """None: `run.seed`."""
+    seed: int | None = None
+    """Modulo 2^63; None: `run.seed`."""
 
     @field_validator("k")
     @classmethod
@@ -112,19 +112,19 @@ class Plan:
 
 
 def make_plan(request: EvalRequest, config: RunConfig, catalog: Catalog) -> Plan:
-    """Raises RequestRefused, naming the key: 404 for a name that is not known here, 409 for what contradicts itself."""
+    """Raises RequestRefused, naming the key: 404 for a name that is not known, 409 for what contradicts itself or is too much."""
     n = max([config.eval.n, *(request.k or ())]) if request.n is None else request.n
     k = tuple(size for size in config.eval.k if size <= n) if request.k is None else request.k
     if k and max(k) > n:
         raise RequestRefused(409, "invalid_k", f"pass@{max(k)} needs at least as many samples: k <= n = {n}", "k")
-    seed = config.run.seed if request.seed is None else request.seed
+    seed = config.run.seed if request.seed is None else request.seed % 2**63
     tasks = [
         replace(task, samples=n, seed=seed, sampling=_sampling(task.sampling, request.sampling), needs=(), teacher=None)
         for task in (*_named(request, catalog), *_inline(request, config, catalog))
     ]
     plan = Plan(tuple(replace(task, ordinal=ordinal) for ordinal, task in enumerate(tasks)), k)
     if plan.total > MAX_SAMPLES:
-        raise RequestRefused(400, "too_large", f"{plan.total} samples are asked for, at most {MAX_SAMPLES} are played", "datasets")
+        raise RequestRefused(409, "too_large", f"{plan.total} samples are asked for, at most {MAX_SAMPLES} are played", "datasets")
     return plan
 
 

@@ -123,7 +123,7 @@ class Front:
         for array in arrays:
             check_room(array, max_tokens, opened.info.max_context, param)
         sampling: Sampling = request.sampling(max_tokens)
-        seed = self._new_seed() if request.seed is None else request.seed
+        seed = self._new_seed() if request.seed is None else request.seed % 2**63
         echo = isinstance(request, CompletionRequest) and request.echo
         ask = Ask(arrays, sampling, request.n, seed, request.stops, top_logprobs, echo)
         return await Completing(opened.engine, renderer).answer(ask)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from pipeline.config.base import refuse_broken_text
+from pipeline.config.base import refuse_broken_text, whole_numbers
 from pipeline.records import Sampling
 
 MAX_CHOICES = 128
@@ -44,8 +44,8 @@ class _Request(BaseModel):
     """`live`, or the path of a checkpoint below the folder of runs."""
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     """Choices a prompt."""
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    """The same weights, prompt, sampling and seed give the same tokens."""
+    seed: int | None = None
+    """The same weights, prompt, sampling and seed (modulo 2^63) give the same tokens."""
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, lt=2**31)
@@ -60,15 +60,15 @@ class _Request(BaseModel):
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
+    presence_penalty: float | None = Field(None, ge=0, le=0)
+    frequency_penalty: float | None = Field(None, ge=0, le=0)
     logit_bias: dict[str, float] | None = Field(None, max_length=0)
 
     @model_validator(mode="before")
     @classmethod
     def _null_is_left_out(cls, data: Any) -> Any:
         """Clients send null for what they do not say."""
-        refuse_broken_text(data)
+        data = whole_numbers(refuse_broken_text(data))
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @property

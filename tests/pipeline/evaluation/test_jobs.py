@@ -319,7 +319,7 @@ def test_the_plan_of_a_request_names_the_key_at_fault():
         (404, "datasets.0.name", {"datasets": [{"name": "word"}]}),
         (409, "datasets.1.name", {"datasets": [{"name": "words"}, {"name": "words"}]}),
         (404, "datasets.0.items.1.verifier", {"datasets": [{"items": [items[0], {"prompt": "x", "verifier": "os:system"}]}]}),
-        (400, "datasets", {"n": 1024, "datasets": [{"items": [items[0]] * 100}]}),
+        (409, "datasets", {"n": 1024, "datasets": [{"items": [items[0]] * 100}]}),
     ]
     for status, key, body in wrong:
         with pytest.raises(RequestRefused) as caught:
