@@ -1,4 +1,4 @@
-"""The `rollout` command as a user starts it, and every process that belongs to it.
+"""The `rollout` command, and others beside it, as a user starts them, and every process that belongs to them.
 
 Invariant: what a `Program` started carries a mark in its environment, so that it is found whoever its parent is by now, and
 `end` leaves nothing of it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from pipeline.paths import RunPaths
 
 T = TypeVar("T")
 MARK = "ROLLOUT_TEST_MARK"
-COMMAND = Path(sys.executable).with_name("rollout")
+COMMANDS = Path(sys.executable).parent
 POLL_S = 0.05
 STAGES = ("fetcher", "batcher", "evaluator_pool", "teacher_scorer", "replay_buffer", "trainer")
 
@@ -76,15 +77,16 @@ class Program:
         self._mark = uuid.uuid4().hex
         self._number = 0
 
-    def start(self, *arguments: object, cwd: Path | None = None) -> Command:
+    def start(self, *arguments: object, command: str = "rollout", cwd: Path | None = None) -> Command:
         self._number += 1
-        environment = os.environ | {MARK: self._mark, "ROLLOUT_RUNS": str(self.runs)}
+        path = os.pathsep.join([str(COMMANDS), os.environ["PATH"]])
+        environment = os.environ | {MARK: self._mark, "ROLLOUT_RUNS": str(self.runs), "PATH": path}
         self.folder.mkdir(parents=True, exist_ok=True)
-        words = [str(COMMAND), *map(str, arguments)]
+        words = [str(shutil.which(command, path=path)), *map(str, arguments)]
         return Command(words, cwd or self.folder, environment, self.folder / f"command_{self._number:04d}")
 
-    def call(self, *arguments: object, timeout_s: float = 60.0, cwd: Path | None = None) -> Done:
-        return self.start(*arguments, cwd=cwd).done(timeout_s)
+    def call(self, *arguments: object, command: str = "rollout", timeout_s: float = 60.0, cwd: Path | None = None) -> Done:
+        return self.start(*arguments, command=command, cwd=cwd).done(timeout_s)
 
     def run(self, name: str) -> RunPaths:
         return RunPaths(self.runs / name)
