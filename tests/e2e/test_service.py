@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 README = (HERE.parent.parent / "README.md").read_text()
 README_ADDRESS = "localhost:8000"
 READY_S, DONE_S = 60.0, 90.0
-STEPS = 30
+STEPS = 20
 ERROR = '{"error":'
 
 
@@ -118,15 +118,17 @@ LM_EVAL_TASKS = {
     },
     "chooses": {
         "output_type": "multiple_choice",
-        "doc_to_choice": ["{{answer}}", "say"],
+        "doc_to_choice": "{{[answer, 'say']}}",
         "doc_to_target": 0,
         "metric_list": [{"metric": "acc"}],
     },
 }
 
 
-def test_lm_eval_works_with_the_live_student(served, tmp_path):
+def test_lm_eval_works_with_the_live_student(served, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval", reason="lm-eval did not run: it is in the extra `clients`")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     served.ensure()
     rows = [{"prompt": f"say {number}", "answer": str(number)} for number in range(5)]
     data = tmp_path / "rows.jsonl"
@@ -152,11 +154,14 @@ def test_lm_eval_works_with_the_live_student(served, tmp_path):
         asked = {"prompt": sample["doc"]["prompt"], "max_tokens": 6, "temperature": 0, "stop": "\n"}
         assert sample["resps"][0][0] == completion(served, asked)["text"]
     for sample in found["chooses"]:
-        prompt, answer = sample["doc"]["prompt"], sample["doc"]["answer"]
-        echoed = completion(served, {"prompt": prompt + answer, "max_tokens": 0, "echo": True, "logprobs": 1})["logprobs"]
-        values = zip(echoed["token_logprobs"], echoed["text_offset"], strict=True)
-        answered = [value for value, place in values if place >= len(prompt)]
-        assert float(sample["resps"][0][0][0]) == pytest.approx(sum(answered), abs=1e-4)
+        for asked, (answered,) in zip(sample["arguments"].values(), sample["resps"], strict=True):
+            assert float(answered[0]) == pytest.approx(loglikelihood(served, asked["arg_0"], asked["arg_1"]), abs=1e-4)
+
+
+def loglikelihood(served: Served, prompt: str, answer: str) -> float:
+    echoed = completion(served, {"prompt": prompt + answer, "max_tokens": 0, "echo": True, "logprobs": 1})["logprobs"]
+    values = zip(echoed["token_logprobs"], echoed["text_offset"], strict=True)
+    return sum(value for value, place in values if place >= len(prompt))
 
 
 def test_everything_is_killed_and_goes_on(served):
