@@ -58,4 +58,5 @@ def _cut(logits_bv: Tensor, settings: Sequence[Sampling]) -> Tensor:
     probs_bv = sorted_bv.softmax(-1)
     before_bv = probs_bv.cumsum(-1) - probs_bv
     outside_bv = (before_bv >= top_p[:, None]) & (top_p[:, None] < 1)
+    outside_bv[:, 0] = False  # a top_p that is nearly 0 is 0 here
     return torch.empty_like(logits_bv).scatter_(-1, order_bv, sorted_bv.masked_fill(outside_bv, float("-inf")))

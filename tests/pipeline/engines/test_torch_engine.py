@@ -330,15 +330,14 @@ async def test_draws_follow_the_distribution(folder: Path) -> None:
             assert all(abs(np.log(wanted[token]) - logprob) < 1e-4 for token, logprob in drawn)
 
 
-async def test_a_row_that_is_nearly_cold_is_greedy_and_spoils_no_other(folder: Path) -> None:
+async def test_what_leaves_one_token_is_greedy_and_spoils_no_other(folder: Path) -> None:
     prompt = np.array([1, 7, 9, 3], np.int32)
+    cold = [Sampling(temperature=temperature, max_tokens=6) for temperature in (0.0, 1e-320, 1e-39, 1e-5)]
     async with engine(folder, slots=8) as made:
-        asked = [
-            GenerateRequest(f"{i}", prompt, Sampling(temperature=temperature, max_tokens=6), i)
-            for i, temperature in enumerate((0.0, 1e-320, 1e-39, 1e-5))
-        ]
-        cold, *rest = await made.generate(asked, Version())
-        assert all(row.token_ids.tolist() == cold.token_ids.tolist() for row in rest)
+        settings = [*cold, Sampling(top_p=5e-324, max_tokens=6), Sampling(top_k=1, max_tokens=6)]
+        asked = [GenerateRequest(str(i), prompt, sampling, i) for i, sampling in enumerate(settings)]
+        greedy, *rest = await made.generate(asked, Version())
+        assert all(row.token_ids.tolist() == greedy.token_ids.tolist() for row in rest)
 
 
 def cut(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
