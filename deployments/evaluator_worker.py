@@ -30,7 +30,7 @@ from pipeline.fetcher.catalog import Catalog
 from pipeline.heap import tune_collector
 from pipeline.paths import RunPaths
 from pipeline.records import Sample, StepContext, Task
-from pipeline.sandboxes.local import LocalSandboxes
+from pipeline.sandboxes.kinds import sandboxes_by_type
 from pipeline.teacher.routing import teacher_groups
 
 CHILD_START_S = 20.0
@@ -66,8 +66,9 @@ class EvaluatorWorkerActor:
             engine = EngineCalls(teacher_app(self.paths.run_id, group.name), ENGINE_DEPLOYMENT, deadline_s, group.replicas)
             teachers |= dict.fromkeys(group.aliases, engine)
         specs = specs_from_config(config)
-        sandboxes = LocalSandboxes(min(spec.sandbox.starts for spec in specs.values()))
-        await sandboxes.start()
+        sandboxes = sandboxes_by_type({name: spec.sandbox for name, spec in specs.items()})
+        for place in set(sandboxes.values()):
+            await place.start()
         tune_collector()
 
         def player(name: str, engine: EngineCalls, played: RunConfig) -> EvaluatorWorker:

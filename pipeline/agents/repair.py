@@ -14,7 +14,7 @@ from pipeline.errors import VerifierError
 from pipeline.fetcher.swe import Repair
 from pipeline.sandboxes.base import Contents, Ran, Sandbox
 
-GIT = "git --git-dir=/private/git --work-tree=/work -c core.fileMode=false"
+GIT = 'git --git-dir="$PRIVATE/git" --work-tree=. -c core.fileMode=false'
 """Apart from the task's own folder: an agent neither sees it nor can change it."""
 GIT_S = 60.0
 PATCH_BYTES = 2**20
@@ -25,14 +25,14 @@ OpenSandbox = Callable[[str, Contents], Awaitable[Sandbox]]
 
 async def remember(sandbox: Sandbox) -> None:
     """The state to which `patch_of` compares. Raises VerifierError."""
-    ignore = "printf '__pycache__/\\n*.pyc\\n' >> /private/git/info/exclude"
-    command = f"{GIT} init -q && {ignore} && {GIT} add -A && {GIT} write-tree > /private/tree"
+    ignore = 'printf "__pycache__/\\n*.pyc\\n" >> "$PRIVATE/git/info/exclude"'
+    command = f'{GIT} init -q && {ignore} && {GIT} add -A && {GIT} write-tree > "$PRIVATE/tree"'
     _good(await sandbox.run(command, GIT_S, private=True), "the task's folder cannot be recorded")
 
 
 async def patch_of(sandbox: Sandbox) -> str | None:
     """What was changed since `remember`; None when it is above PATCH_BYTES. Raises VerifierError when it cannot be taken."""
-    command = f"{GIT} add -A && {GIT} diff --cached --binary $(cat /private/tree)"
+    command = f'{GIT} add -A && {GIT} diff --cached --binary $(cat "$PRIVATE/tree")'
     ran = _good(await sandbox.run(command, GIT_S, private=True, output_bytes=PATCH_BYTES), "the patch cannot be taken")
     return None if ran.left_out else ran.output
 

@@ -27,6 +27,8 @@ DISTRIBUTION = "rollout-pipeline"
 RAY_VERSION = "2.47.1"
 GIB = 1 << 30
 FSYNCS = 20
+DOCKER_S = 20.0
+"""For its daemon to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Check:
 def check_machine(run_root: Path) -> list[Check]:
     """Every check, in the order in which one would mend things."""
     checks: list[Callable[[], Iterator[Check]]] = [
-        _python, _packages, _ray, _ray_ports, _threads, _memory, lambda: _run_root(run_root), _sandbox, _smollm,
+        _python, _packages, _ray, _ray_ports, _threads, _memory, lambda: _run_root(run_root), _sandbox, _containers, _smollm,
         _trackers,
     ]  # fmt: skip
     return [check for make in checks for check in make()]
@@ -209,6 +211,29 @@ def _sandbox() -> Iterator[Check]:
     detail = "limited by " + ", ".join(f"{name}: {by}" for name, by in limited_by.items())
     mend = "make the pids control group writable, or use another user than root" if open_ended else ""
     yield Check("bubblewrap", "warn" if open_ended else "ok", detail, mend)
+
+
+def _containers() -> Iterator[Check]:
+    """What sandboxes of the kinds docker and remote need."""
+    from pipeline.sandboxes.kinds import INSTALL
+
+    if find_spec("swerex") is None:
+        yield Check("swe-rex", "warn", "not installed; only sandboxes of kind docker and remote need it", INSTALL)
+    else:
+        yield Check("swe-rex", "ok", f"{_version('swe-rex')}: sandboxes of kind remote can be used")
+    if shutil.which("docker") is None:
+        yield Check("docker", "warn", "no docker on the PATH; only sandboxes of kind docker need it", "install Docker Engine")
+        return
+    asked = ["docker", "version", "--format", "{{.Server.Version}}"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=DOCKER_S)
+        fault = (done.stderr.strip().splitlines() or ["no message"])[-1] if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        fault = f"no answer within {DOCKER_S:g} s"
+    if fault:
+        yield Check("docker", "warn", f"its daemon does not answer: {fault}", "start it, and let this user reach it")
+    else:
+        yield Check("docker", "ok", done.stdout.strip())
 
 
 def _smollm() -> Iterator[Check]:

@@ -13,6 +13,7 @@ import typer
 from pipeline.cli.options import ConfigArgument, JsonOption, OverridesArgument
 
 if TYPE_CHECKING:
+    from pipeline.config.stages import SandboxPart
     from pipeline.fetcher.catalog import Catalog
     from pipeline.fetcher.verifiers import Verifier
     from pipeline.records import Task
@@ -57,8 +58,11 @@ def check(
     from pipeline.cli.output import echo_json, show
     from pipeline.config.loading import read_config
 
-    catalog = check_names(read_config(config, overrides).config)
-    found = {name: check_dataset(catalog, name, items, times) for name in catalog.shelves}
+    settings = read_config(config, overrides).config
+    catalog = check_names(settings)
+    parts = {spec.task_type: spec.sandbox for spec in settings.specs}
+    types = {name: shelf.settings.task_type for name, shelf in catalog.shelves.items()}
+    found = {name: check_dataset(catalog, name, items, times, parts[types[name]]) for name in types}
     good = not any(checked.failures for checked in found.values())
     if as_json:
         echo_json({"ok": good, "datasets": {name: asdict(checked) for name, checked in found.items()}})
@@ -68,7 +72,7 @@ def check(
         raise typer.Exit(1)
 
 
-def check_dataset(catalog: Catalog, name: str, items: int, times: int = 1) -> Checked:
+def check_dataset(catalog: Catalog, name: str, items: int, times: int, sandbox: SandboxPart) -> Checked:
     """Score the reference answers of up to `items` items of each split."""
     from pipeline.fetcher.verifiers import load_verifier
 
@@ -77,7 +81,7 @@ def check_dataset(catalog: Catalog, name: str, items: int, times: int = 1) -> Ch
     verifiers: dict[str, Verifier] = {}
     tasks = [*catalog.examples(name, "train", items), *catalog.examples(name, "held_out", items)]
     if shelf.settings.source == "swe":
-        asyncio.run(_prove([task for task in tasks for _ in range(times)], checked))
+        asyncio.run(_prove([task for task in tasks for _ in range(times)], checked, sandbox))
         return checked
     for task in tasks:
         if task.verifier not in verifiers:
@@ -86,16 +90,16 @@ def check_dataset(catalog: Catalog, name: str, items: int, times: int = 1) -> Ch
     return checked
 
 
-async def _prove(tasks: list[Task], checked: Checked) -> None:
+async def _prove(tasks: list[Task], checked: Checked, part: SandboxPart) -> None:
     """As many at a time as there are processors, each in sandboxes of its own."""
     import os
 
     from pipeline.agents.repair import prove
     from pipeline.fetcher.swe import repair_of
     from pipeline.sandboxes.base import Contents, Limits, Sandbox
-    from pipeline.sandboxes.local import LocalSandboxes
+    from pipeline.sandboxes.kinds import sandboxes_by_type
 
-    sandboxes = LocalSandboxes()
+    sandboxes = sandboxes_by_type({"": part})[""]
     permits = asyncio.Semaphore(os.cpu_count() or 1)
 
     async def one(number: int, task: Task) -> None:

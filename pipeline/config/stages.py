@@ -91,6 +91,15 @@ class ResourcePart(Strict):
 class SandboxPart(Strict):
     """Where the commands of an agent run. CPU and memory are those of the sample's token; what it does not ask for is 1 each."""
 
+    kind: Literal["local", "docker", "remote"] = "local"
+    """`local`: bubblewrap on this machine. `docker`: a container each. `remote`: on a server of swe-rex. The last two need the
+    extra `swerex`."""
+    image: str | None = None
+    """`docker`: the image, unless a task names its own. It has bash, python3 and git, and swe-rex or pipx."""
+    url: str | None = None
+    """`remote`: where `swerex-remote` answers."""
+    token_env: str | None = None
+    """`remote`: the environment variable that holds the server's token."""
     starts: int = Field(8, ge=1)
     """Sandboxes that a worker starts at the same time; this is apart from how many run."""
     processes: int = Field(64, ge=2)
@@ -99,6 +108,17 @@ class SandboxPart(Strict):
     command_timeout_s: float = Field(30.0, gt=0)
     output_bytes: int = Field(4096, ge=64)
     """Of one command's output that the model sees; the middle is left out."""
+
+    @model_validator(mode="after")
+    def _kind_has_its_place(self) -> SandboxPart:
+        needed = {"local": (), "docker": ("image",), "remote": ("url", "token_env")}
+        for key in ("image", "url", "token_env"):
+            wanted, given = key in needed[self.kind], getattr(self, key) is not None
+            if wanted and not given:
+                raise ValueError(f"sandbox.kind {self.kind!r} needs sandbox.{key}")
+            if given and not wanted:
+                raise ValueError(f"sandbox.{key} is not for sandbox.kind {self.kind!r}")
+        return self
 
 
 class Spec(Strict):

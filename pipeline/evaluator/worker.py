@@ -25,8 +25,8 @@ from pipeline.evaluator.generation import CallPolicy, GroupGenerator, SampleGene
 from pipeline.evaluator.spec import EvaluatorSpec, PhaseTimeouts, PlacementToken
 from pipeline.records import Sample, StepContext, Task, sample_seed
 from pipeline.sandboxes.base import Contents, Limits, Sandbox, Sandboxes
+from pipeline.sandboxes.kinds import sandboxes_by_type
 from pipeline.sandboxes.leases import sandbox_name
-from pipeline.sandboxes.local import LocalSandboxes
 
 log = logging.getLogger("evaluator")
 
@@ -50,8 +50,8 @@ class WorkerClient(Protocol):
 class EvaluatorWorker:
     """Implements `WorkerClient`. Raises ConfigError for a spec whose agent cannot be loaded.
 
-    offload: runs blocking work (verifiers) outside the event loop. teachers: by alias, the engines of teachers that act. run:
-    names sandboxes; two workers that play at the same time have different ones.
+    offload: runs blocking work (verifiers) outside the event loop. teachers: by alias, the engines of teachers that act.
+    sandboxes: by task type. run: names sandboxes; two workers that play at the same time have different ones.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class EvaluatorWorker:
         *,
         offload: Callable[..., Awaitable[Any]] = asyncio.to_thread,
         teachers: Mapping[str, Engine] | None = None,
-        sandboxes: Sandboxes | None = None,
+        sandboxes: Mapping[str, Sandboxes] | None = None,
         run: str = "",
     ) -> None:
         self.node = node
         self._config = config
         self._teachers = teachers or {}
-        self._sandboxes = sandboxes or LocalSandboxes(min((spec.sandbox.starts for spec in specs.values()), default=1))
+        self._sandboxes = sandboxes or sandboxes_by_type({name: spec.sandbox for name, spec in specs.items()})
         self._run = run or f"process{os.getpid()}"
         self._renderer = renderer
         self._engine = engine
@@ -147,7 +147,7 @@ class EvaluatorWorker:
         async def open_sandbox(part: str, contents: Contents) -> Sandbox:
             name = sandbox_name(self._run, context.phase, context.step, task.ordinal, episode.index, episode.attempt)
             limits = Limits(token.cpu or 1.0, int((token.memory_gb or 1.0) * 1024), spec.sandbox.processes, spec.sandbox.file_mb)
-            return await self._sandboxes.open(f"{name}-{part}", contents, limits)
+            return await self._sandboxes[task.task_type].open(f"{name}-{part}", contents, limits)
 
         return replace(
             episode,

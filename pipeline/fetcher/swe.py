@@ -13,10 +13,13 @@ from typing import Any
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Task
+from pipeline.sandboxes.base import Contents, ImageFolder
 
 COLUMNS = ("instance_id", "problem_statement", "patch", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS")
 PYTEST = "python3 -m pytest -q -p no:cacheprovider"
 """How tests are run unless a row has a `test_command`; their ids follow it."""
+IMAGE_FOLDER = "/testbed"
+"""Where the repository is in the images of the published data sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,16 @@ class Repair:
     test_command: str
     folder: str | None
     files: dict[str, str] | None
-    """Exactly one of folder and files: what a sandbox begins with."""
+    """Exactly one of folder, files and image: what a sandbox begins with."""
+    image: str | None = None
+    image_folder: str = IMAGE_FOLDER
     repo: str = ""
     base_commit: str = ""
 
     @property
-    def contents(self) -> Path | Mapping[str, str]:
+    def contents(self) -> Contents:
+        if self.image is not None:
+            return ImageFolder(self.image, self.image_folder)
         return Path(self.folder) if self.folder is not None else self.files or {}
 
     def metadata(self) -> dict[str, Any]:
@@ -49,10 +56,9 @@ def read_repair(values: Mapping[str, Any], place: str) -> Repair:
     missing = [column for column in COLUMNS if values.get(column) is None]
     if missing:
         raise ConfigError(f"{place}: column {missing[0]!r} is missing; the row has {sorted(map(str, values))}")
-    folder, files = values.get("folder"), values.get("files")
-    if folder is None and files is None:
-        image = " (image: container sandboxes are not available)" if values.get("image") else ""
-        raise ConfigError(f"{place}: neither 'folder' nor 'files' says what the sandbox begins with{image}")
+    folder, files, image = values.get("folder"), values.get("files"), values.get("image")
+    if folder is None and files is None and not image:
+        raise ConfigError(f"{place}: none of 'folder', 'files' and 'image' says what the sandbox begins with")
     if folder is not None and not (Path(folder).is_absolute() and Path(folder).is_dir()):
         raise ConfigError(f"{place}: folder {folder!r} is not the absolute path of a folder that is there")
     if files is not None and not (isinstance(files, dict) and all(isinstance(text, str) for text in files.values())):
@@ -67,6 +73,8 @@ def read_repair(values: Mapping[str, Any], place: str) -> Repair:
         test_command=str(values.get("test_command") or PYTEST),
         folder=folder,
         files=files if folder is None else None,
+        image=str(image) if folder is None and files is None else None,
+        image_folder=str(values.get("image_folder") or IMAGE_FOLDER),
         repo=str(values.get("repo") or ""),
         base_commit=str(values.get("base_commit") or ""),
     )

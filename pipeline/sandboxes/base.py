@@ -10,8 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-Contents = Path | Mapping[str, str]
-"""What a sandbox begins with: a folder that is copied, or the texts of files by relative path."""
+
+@dataclass(frozen=True, slots=True)
+class ImageFolder:
+    """A folder that a container image holds."""
+
+    image: str
+    folder: str
+
+
+Contents = Path | Mapping[str, str] | ImageFolder
+"""What a sandbox begins with: a folder that is copied, the texts of files by relative path, or what is in an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,7 @@ class Sandbox(Protocol):
     ) -> Ran:
         """A bash command in the sandbox's folder. What it leaves there is seen by the next; no process outlives it.
 
-        private: a second folder, which other commands do not see, is at /private. Raises SandboxError when the sandbox itself
+        private: a second folder, which other commands do not see, is at $PRIVATE. Raises SandboxError when the sandbox itself
         fails; a command that fails, or that passes its deadline, is an ordinary result.
         """
         ...
@@ -59,4 +68,12 @@ class Sandbox(Protocol):
 class Sandboxes(Protocol):
     async def open(self, name: str, contents: Contents, limits: Limits) -> Sandbox:
         """A started sandbox. One of the same name, of a try that was lost, is removed first. Raises SandboxError."""
+        ...
+
+    async def start(self) -> None:
+        """Remove what others have left behind."""
+        ...
+
+    async def close(self) -> None:
+        """End every sandbox that is open, and remove what others have left."""
         ...

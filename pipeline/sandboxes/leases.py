@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,11 @@ UNFINISHED_S = 60.0
 """After which a lease that is still being written never will be."""
 MAX_AGE_S = 6 * 3600.0
 """A sandbox that is older was forgotten by its owner, alive or not."""
+DOCKER = "docker"
+DOCKER_S = 60.0
+"""For one command of the program."""
+LABEL = "rollout.sandbox"
+"""Of a container: the name of its lease's folder."""
 _numbers = itertools.count()
 
 
@@ -45,6 +51,8 @@ class Lease:
     created: float
     """Seconds since the epoch."""
     cgroups: tuple[Path, ...] = ()
+    place: str = ""
+    """Where it is: here, in a container of DOCKER, or, with its address, on a server, which only who has its token can clear."""
 
     @property
     def file(self) -> Path:
@@ -68,12 +76,12 @@ def sandbox_name(run: str, phase: str, step: int, ordinal: int, index: int, atte
     return f"{re.sub('[^A-Za-z0-9_.-]', '_', run) or 'run'}-{phase}{step}-{ordinal}.{index}-{attempt}"
 
 
-def new_lease(root: Path, name: str, hierarchies: dict[Any, cgroups.Hierarchy], now: float) -> Lease:
+def new_lease(root: Path, name: str, now: float, hierarchies: dict[Any, cgroups.Hierarchy] | None = None, place: str = "") -> Lease:
     owner = ProcessId.of(os.getpid())
     if owner is None:
         raise RuntimeError("this process is not in the process table")
     unique = f"{name}~{owner.pid}.{next(_numbers)}"
-    return Lease(name, root / unique, owner, now, cgroups.group_folders(hierarchies, unique))
+    return Lease(name, root / unique, owner, now, cgroups.group_folders(hierarchies or {}, unique), place)
 
 
 def read_leases(root: Path, name: str | None = None) -> Iterator[Lease]:
@@ -97,12 +105,15 @@ def _lease(file: Path, values: dict[str, Any]) -> Lease:
         ProcessId(**values["owner"]),
         values["created"],
         tuple(Path(path) for path in values["cgroups"]),
+        values.get("place", ""),
     )
 
 
 def remove(lease: Lease) -> None:
-    """End the processes of its groups, then remove the groups, the folder and, last, the lease. Raises OSError when something
-    stays."""
+    """End its container or the processes of its groups, then remove the groups, the folder and, last, the lease. Raises OSError
+    when something stays."""
+    if lease.place == DOCKER:
+        remove_containers(lease.folder.name)
     busy = cgroups.end(lease.cgroups)
     remove_folder(lease.folder)
     if busy:
@@ -119,7 +130,7 @@ def reap(
 ) -> list[str]:
     """Remove every sandbox whose owner is gone, and every one that is too old. Returns the names; what fails is logged."""
     _remove_unfinished(root, now())
-    left = [lease for lease in read_leases(root) if not alive(lease.owner) or now() - lease.created > max_age_s]
+    left = [lease for lease in orphans(root, max_age_s, now(), alive) if lease.place in ("", DOCKER)]
     if left:
         _end_processes([lease.folder for lease in left])
     removed = []
@@ -131,6 +142,28 @@ def reap(
         else:
             removed.append(lease.name)
     return removed
+
+
+def orphans(root: Path, max_age_s: float, now: float, alive: Callable[[ProcessId], bool] = ProcessId.alive) -> Iterator[Lease]:
+    """Leases whose owner is gone, and those that are too old."""
+    return (lease for lease in read_leases(root) if not alive(lease.owner) or now - lease.created > max_age_s)
+
+
+def remove_containers(unique: str) -> None:
+    """Of the sandbox of this label, running or not. Raises OSError, also when Docker does not answer."""
+    found = _docker("ps", "--all", "--quiet", "--filter", f"label={LABEL}={unique}").split()
+    if found:
+        _docker("rm", "--force", "--volumes", *found)
+
+
+def _docker(*arguments: str) -> str:
+    try:
+        done = subprocess.run([DOCKER, *arguments], capture_output=True, text=True, timeout=DOCKER_S)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"docker {arguments[0]} takes more than {DOCKER_S:g} s") from error
+    if done.returncode != 0:
+        raise OSError(f"docker {arguments[0]}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout
 
 
 def _remove_unfinished(root: Path, now: float) -> None:

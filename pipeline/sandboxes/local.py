@@ -13,106 +13,49 @@ import math
 import os
 import resource
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import SandboxError
 from pipeline.sandboxes import cgroups, processes
 from pipeline.sandboxes.base import Contents, Limits, Ran
-from pipeline.sandboxes.leases import Lease, default_root, new_lease, read_leases, reap, remove
+from pipeline.sandboxes.leases import Lease, new_lease, remove
+from pipeline.sandboxes.owning import OwnedSandboxes, fill, no_command, to_its_end
 
 log = logging.getLogger("sandboxes")
 
 MISSING = "local sandboxes need bubblewrap, and there is no bwrap on the PATH: apt-get install bubblewrap"
-START_S = 20.0
-"""For the first command of a sandbox to end."""
-COPY_S = 120.0
-LONGEST_COMMAND = 100_000
-"""Bytes; the system takes 128 KiB."""
-REAP_EVERY_S = 60.0
 WORK, PRIVATE = "/work", "/private"
 _READ_ONLY = ("--remount-ro", "/dev", "--remount-ro", "/proc", "--remount-ro", "/")
 """/proc, too: root outside would still own /proc/sys inside, without any capability."""
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib64", "/lib32")
 
 
-class LocalSandboxes:
-    """Implements `Sandboxes`. Nothing happens before `start` or the first `open`; both remove what others have left, now and then.
-
-    starts: sandboxes that are being started at the same time. root: one for all runs of the machine.
-    """
+class LocalSandboxes(OwnedSandboxes["LocalSandbox"]):
+    """Implements `Sandboxes`."""
 
     def __init__(self, starts: int = 8, root: Path | None = None) -> None:
-        self._starts = asyncio.Semaphore(starts)
-        self._root = default_root() if root is None else root
+        super().__init__(starts, root, place="")
         self._hierarchies = cgroups.find()
-        self._open: dict[str, LocalSandbox] = {}
-        self._reaping: asyncio.Task[None] | None = None
-        self._reaped_at = 0.0
         self._said = False
 
-    async def open(self, name: str, contents: Contents, limits: Limits) -> LocalSandbox:
-        """The permit is held until the sandbox has run its first command."""
-        await self.start()
-        async with self._starts:
-            earlier = self._open.get(name)
-            if earlier is not None:
-                await earlier.close()
-            sandbox = LocalSandbox(new_lease(self._root, name, self._hierarchies, time.time()), limits, self._forget)
-            self._open[name] = sandbox
-            try:
-                await _to_its_end(asyncio.to_thread(self._prepare, sandbox, contents))
-                self._say(sandbox)
-                ran = await sandbox.run("true", START_S)
-                if ran.exit_code != 0:
-                    raise SandboxError(f"sandbox {name} does not start: exit code {ran.exit_code}: {ran.output.strip()}")
-            except OSError as error:
-                await sandbox.close()
-                raise SandboxError(f"sandbox {name} cannot be made: {error}") from error
-            except BaseException:
-                await sandbox.close()
-                raise
-        return sandbox
+    def _new(self, name: str, limits: Limits) -> LocalSandbox:
+        return LocalSandbox(new_lease(self._root, name, time.time(), self._hierarchies), limits, self._forget)
 
-    async def start(self) -> None:
-        """Remove what others have left, when that was not done in the last REAP_EVERY_S seconds."""
-        now = time.monotonic()
-        if self._reaping is None or (self._reaping.done() and now - self._reaped_at >= REAP_EVERY_S):
-            self._reaped_at = now
-            self._reaping = asyncio.create_task(self._reap(), name="reap sandboxes")
-        await asyncio.shield(self._reaping)
-
-    async def close(self) -> None:
-        """Ends every sandbox that is open, and removes what others have left."""
-        for sandbox in list(self._open.values()):
-            await sandbox.close()
-        await asyncio.to_thread(reap, self._root)
-
-    async def _reap(self) -> None:
-        removed = await asyncio.to_thread(reap, self._root)
-        if removed:
-            log.warning("removed %d sandboxes that were left behind: %s", len(removed), removed[:5])
-
-    def _prepare(self, sandbox: LocalSandbox, contents: Contents) -> None:
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._root.stat().st_uid != os.getuid():
-            raise SandboxError(f"{self._root} belongs to another user, who could reach into sandboxes there: remove it")
-        for lost in read_leases(self._root, sandbox.lease.name):
-            remove(lost)
-        sandbox.make(self._hierarchies, contents)
-
-    def _forget(self, sandbox: LocalSandbox) -> None:
-        if self._open.get(sandbox.lease.name) is sandbox:
-            del self._open[sandbox.lease.name]
-
-    def _say(self, sandbox: LocalSandbox) -> None:
+    async def _begin(self, sandbox: LocalSandbox, contents: Contents) -> None:
+        await to_its_end(asyncio.to_thread(self._prepare, sandbox, contents))
         if not self._said:
             self._said = True
             log.info("sandboxes are limited by: %s", sandbox.limited_by)
+
+    def _prepare(self, sandbox: LocalSandbox, contents: Contents) -> None:
+        self._own_root()
+        for lost in self._lost(sandbox.lease.name):
+            remove(lost)
+        sandbox.make(self._hierarchies, contents)
 
 
 class LocalSandbox:
@@ -179,8 +122,8 @@ class LocalSandbox:
 
     async def _run(self, command: str, timeout_s: float, stdin: bytes, output_bytes: int, private: bool) -> Ran:
         started = time.monotonic()
-        if "\0" in command or len(command.encode()) > LONGEST_COMMAND:
-            return Ran(126, f"not a command: it holds a zero byte, or more than {LONGEST_COMMAND} bytes\n", False, 0, 0.0)
+        if (refused := no_command(command)) is not None:
+            return refused
         ended = await processes.run(
             self._arguments(command, private),
             timeout_s=timeout_s,
@@ -223,27 +166,13 @@ class LocalSandbox:
 
     def _arguments(self, command: str, private: bool) -> list[str]:
         size = str(self._limits.file_mb * 2**20)
-        extra = ["--bind", str(self.lease.folder / "private"), PRIVATE] if private else []
+        extra = ["--bind", str(self.lease.folder / "private"), PRIVATE, "--setenv", "PRIVATE", PRIVATE] if private else []
         return [
             *_bubblewrap(),
             *("--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--size", size, "--tmpfs", "/tmp"),
             *("--bind", str(self.lease.folder / "work"), WORK, *extra, *_READ_ONLY),
             *("--chdir", WORK, "--", *processes.INIT, command),
         ]
-
-
-async def _to_its_end(work: Awaitable[None]) -> None:
-    """A thread cannot be cancelled: what it makes can be removed only when it has ended."""
-    task = asyncio.ensure_future(work)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        raise asyncio.CancelledError
-    task.result()
 
 
 async def try_sandbox() -> dict[str, str]:
@@ -254,25 +183,6 @@ async def try_sandbox() -> dict[str, str]:
         return sandbox.limited_by
     finally:
         await sandbox.close()
-
-
-def fill(folder: Path, contents: Contents) -> None:
-    """Copies a folder as it is (sharing blocks where the file system can), or writes files. Raises SandboxError or OSError."""
-    if isinstance(contents, Path):
-        if not contents.is_dir():
-            raise SandboxError(f"the task's folder {contents} is not there")
-        copying = ["cp", "-a", "--reflink=auto", "--", f"{contents}/.", str(folder)]
-        try:
-            subprocess.run(copying, check=True, capture_output=True, timeout=COPY_S)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            raise SandboxError(f"{contents} cannot be copied: {error}") from error
-        return
-    for name, text in contents.items():
-        target = folder / name
-        if os.path.isabs(name) or ".." in Path(name).parts:
-            raise SandboxError(f"file {name!r} lies outside the task's folder")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.errors import SandboxError
+from pipeline.sandboxes.inside import Kept
 
 BLOCK = 65_536
 BEGIN_S = 20.0
@@ -28,38 +29,6 @@ INIT = ("/bin/bash", "-c", _INIT, "bash")
 """The first process of the sandbox, of which the command is the last argument; `run` expects it at the end of what it runs. It
 reaps what others leave, and says that it is there, by when it is bound to die with this process. It waits for an answer before it
 begins the command: if this process is gone meanwhile, there is nobody to give it."""
-
-
-@dataclass(slots=True)
-class Kept:
-    """The beginning and the end of what was written, `bound` bytes in all."""
-
-    bound: int
-    head: bytearray
-    tail: bytearray
-    total: int = 0
-
-    @classmethod
-    def empty(cls, bound: int) -> Kept:
-        return cls(bound, bytearray(), bytearray())
-
-    def add(self, block: bytes) -> None:
-        self.total += len(block)
-        room = self.bound // 2 - len(self.head)
-        if room > 0:
-            self.head += block[:room]
-            block = block[room:]
-        self.tail += block
-        del self.tail[: max(0, len(self.tail) - (self.bound - self.bound // 2))]
-
-    @property
-    def left_out(self) -> int:
-        return self.total - len(self.head) - len(self.tail)
-
-    def text(self) -> str:
-        """Bytes that are not UTF-8 become U+FFFD."""
-        mark = f"\n[... {self.left_out} bytes left out ...]\n".encode() if self.left_out else b""
-        return bytes(self.head + mark + self.tail).decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)

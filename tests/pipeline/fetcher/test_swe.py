@@ -13,6 +13,7 @@ from pipeline.errors import ConfigError, DataError, VerifierError
 from pipeline.fetcher.catalog import Catalog
 from pipeline.fetcher.swe import PYTEST, repair_of
 from pipeline.fetcher.verifiers import load_verifier
+from pipeline.sandboxes.base import ImageFolder
 
 ROW = {
     "instance_id": "a__1",
@@ -64,6 +65,11 @@ def test_published_parquet_files_with_a_folder_of_ones_own(tmp_path: Path):
     assert repair_of(catalog_of(tmp_path, [row], ".parquet").task(0)).contents == tmp_path / "repo"
 
 
+def test_published_rows_with_an_image_begin_in_its_folder(tmp_path: Path):
+    row = {key: value for key, value in ROW.items() if key != "files"} | {"image": "a:1"}
+    assert repair_of(catalog_of(tmp_path, [row]).task(0)).contents == ImageFolder("a:1", "/testbed")
+
+
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
@@ -72,8 +78,7 @@ def test_published_parquet_files_with_a_folder_of_ones_own(tmp_path: Path):
         ({"FAIL_TO_PASS": "[oops"}, "column 'FAIL_TO_PASS' is not a JSON list"),
         ({"PASS_TO_PASS": [1]}, "column 'PASS_TO_PASS' is not a list of test ids"),
         ({"patch": 3}, "column 'patch' holds a int"),
-        ({"files": None}, "neither 'folder' nor 'files'"),
-        ({"files": None, "image": "python:3.11"}, "container sandboxes are not available"),
+        ({"files": None}, "none of 'folder', 'files' and 'image'"),
         ({"files": {"x": 1}}, "'files' is not a mapping"),
         ({"folder": "relative"}, "folder 'relative' is not the absolute path"),
     ],

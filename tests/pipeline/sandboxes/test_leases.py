@@ -150,7 +150,7 @@ async def test_what_is_left_later_is_removed_by_who_still_works(sandboxes: Local
     orphan.write()
     await (await sandboxes.open("mine", {}, Limits())).close()
     assert orphan.file.exists()
-    monkeypatch.setattr("pipeline.sandboxes.local.REAP_EVERY_S", 0.0)
+    monkeypatch.setattr("pipeline.sandboxes.owning.REAP_EVERY_S", 0.0)
     await (await sandboxes.open("mine", {}, Limits())).close()
     assert not left_in(root)
 

@@ -42,7 +42,7 @@ def test_the_loss_on_held_out_turns_of_the_teacher_falls(tmp_path: Path):
         None,
         specs_from_config(config),
         "local",
-        sandboxes=LocalSandboxes(root=tmp_path / "boxes"),
+        sandboxes={"swe": LocalSandboxes(root=tmp_path / "boxes")},
     )
     seen = asyncio.run(_played(worker, catalog.examples("repairs", "train", 16)))
     unseen = asyncio.run(_played(worker, catalog.examples("repairs", "held_out", 6)))

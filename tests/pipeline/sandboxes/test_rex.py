@@ -1,0 +1,270 @@
+"""Sandboxes through swe-rex: its own server, on this machine and in what stands in for a container."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.errors import SandboxError
+from pipeline.sandboxes.base import ImageFolder, Limits
+from pipeline.sandboxes.leases import reap
+from pipeline.sandboxes.local import MISSING
+from pipeline.sandboxes.rex import DockerSandboxes, RemoteSandboxes
+
+STANDIN = Path(__file__).with_name("docker_standin.py")
+SMALL = Limits(memory_mb=256, processes=32, file_mb=8)
+START_S = 30.0
+KINDS = pytest.mark.parametrize("kind", ["docker", "remote"])
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from pipeline.sandboxes import rex
+from pipeline.sandboxes.base import Limits
+
+async def main(kind, root, there, *where):
+    rex.THERE = there
+    boxes = rex.DockerSandboxes(*where, root=Path(root)) if kind == "docker" else rex.RemoteSandboxes(*where, root=Path(root))
+    box = await boxes.open("s", {"a": "1"}, Limits())
+    print("open", flush=True)
+    await box.run("(setsid env -i sleep 7171 &); sleep 7171", 600)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+class World:
+    """Where sandboxes of both kinds can be opened."""
+
+    def __init__(self, folder: Path, url: str, token: str) -> None:
+        self.root, self.state, self.there = folder / "leases", folder / "docker", folder / "there"
+        self.where = {"docker": ("tasks:1",), "remote": (url, token)}
+
+    def open(self, kind: str, starts: int = 8) -> DockerSandboxes | RemoteSandboxes:
+        made = DockerSandboxes if kind == "docker" else RemoteSandboxes
+        return made(*self.where[kind], starts=starts, root=self.root)
+
+    def left(self) -> list[Path]:
+        """Leases and their folders, containers, folders on the server."""
+        return [*self.root.glob("*"), *self.state.glob("c*"), *self.there.glob("*")]
+
+    def asked_of_docker(self, command: str) -> list[list[str]]:
+        lines = (self.state / "asked").read_text().splitlines()
+        return [said for said in map(json.loads, lines) if said[0] == command]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, str]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    token = secrets.token_hex(8)
+    arguments = ["--host", "127.0.0.1", "--port", str(port), "--auth-token", token]
+    process = subprocess.Popen(
+        [f"{sys.prefix}/bin/swerex-remote", *arguments], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    try:
+        wait_until(lambda: answers(port), "the server of swe-rex does not answer")
+        yield f"http://127.0.0.1:{port}", token
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def world(tmp_path: Path, server: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    if shutil.which("bwrap") is None:
+        pytest.skip(MISSING)
+    made = World(tmp_path, *server)
+    (made.state / "testbed").mkdir(parents=True)
+    (made.state / "testbed" / "a.py").write_text("x = 1\n")
+    program = tmp_path / "bin" / "docker"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {STANDIN} {made.state} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("pipeline.sandboxes.rex.THERE", str(made.there))
+    yield made
+    for file in made.state.glob("c*.json"):
+        subprocess.run([program, "rm", file.stem], check=True)
+
+
+@KINDS
+async def test_commands_work_in_a_copy_and_what_they_say_and_leave_is_bounded(world: World, kind: str, tmp_path: Path):
+    task = tmp_path / "task"
+    task.mkdir()
+    (task / "a.sh").write_text("echo hello\n")
+    (task / "a.sh").chmod(0o755)
+    (task / "link").symlink_to("a.sh")
+    boxes = world.open(kind)
+    box = await boxes.open("t", task, SMALL)
+    first = await box.run("./link; echo new > b.txt; rm link; echo bad >&2; exit 3", 10)
+    assert (first.exit_code, first.output, first.timed_out, first.left_out) == (3, "hello\nbad\n", False, 0)
+    assert (await box.run("ls", 10)).output == "a.sh\nb.txt\n"
+    assert sorted(os.listdir(task)) == ["a.sh", "link"]
+
+    long = await box.run("echo first; head -c 100000000 /dev/zero | tr '\\0' a; echo last", 30, output_bytes=1000)
+    assert long.output.startswith("first\na") and long.output.endswith("alast\n")
+    assert long.left_out == 100000000 + 11 - 1000 and f"[... {long.left_out} bytes left out ...]" in long.output
+    assert (await box.run("wc -c", 10, stdin=b"\xff" * 300_000)).output.strip() == "300000"
+    assert (await box.run("true", 10, stdin=b"x" * 300_000)).exit_code == 0
+    assert (await box.run("echo \0", 10)).exit_code == 126
+    assert "8388608" in (await box.run("head -c 100000000 /dev/zero > big; stat -c %s big", 10)).output
+
+    await box.run('echo 1 > "$PRIVATE/note"', 10, private=True)
+    assert (await box.run('cat "$PRIVATE/note"', 10, private=True)).output == "1\n"
+    assert (await box.run('echo "<$PRIVATE>"', 10)).output == "<>\n"
+    await boxes.close()
+    assert not left_over(world)
+
+
+@KINDS
+async def test_the_whole_tree_goes_at_the_deadline_and_with_the_command(world: World, kind: str):
+    boxes = world.open(kind)
+    box = await boxes.open("t", {}, SMALL)
+    started = time.monotonic()
+    ran = await box.run("(setsid env -i bash -c 'setsid sleep 4343 & sleep 4343' &) ; trap '' TERM; echo begun; sleep 4343", 1.0)
+    assert ran.timed_out and ran.exit_code == 137 and ran.output == "begun\n"
+    assert time.monotonic() - started < 6
+    assert not sleeping("4343")
+    ran = await box.run("(setsid env -i sleep 4343 &); echo done", 20)
+    assert (ran.output, ran.timed_out) == ("done\n", False) and ran.seconds < 5
+    assert not sleeping("4343")
+    await boxes.close()
+
+
+@KINDS
+async def test_closing_ends_a_command_and_leaves_nothing(world: World, kind: str):
+    boxes = world.open(kind)
+    box = await boxes.open("t", {}, SMALL)
+    running = asyncio.ensure_future(box.run("(setsid sleep 4444 &); sleep 4444", 600))
+    await until(lambda: sleeping("4444"))
+    await box.close()
+    await box.close()
+    with pytest.raises(SandboxError):
+        await running
+    with pytest.raises(SandboxError, match="closed"):
+        await box.run("true", 1)
+    assert not sleeping("4444") and not left_over(world)
+
+
+@KINDS
+async def test_opening_again_replaces_what_a_lost_try_left(world: World, kind: str):
+    lost, boxes = world.open(kind), world.open(kind)
+    await (await lost.open("same", {"a": "1"}, SMALL)).run("touch left", 10)
+    box = await boxes.open("same", {"a": "1"}, SMALL)
+    assert (await box.run("ls", 10)).output == "a\n"
+    assert len(list(world.root.glob("*.lease.json"))) == 1
+    await boxes.close()
+    assert not left_over(world)
+
+
+@KINDS
+async def test_after_sigkill_of_the_owner_the_next_start_removes_everything(world: World, kind: str):
+    arguments = [sys.executable, "-c", OWNER, kind, str(world.root), str(world.there), *world.where[kind]]
+    owner = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE, env=dict(os.environ))
+    assert await asyncio.wait_for(owner.stdout.readline(), START_S) == b"open\n"
+    await until(lambda: len(sleeping("7171")) == 2)
+    owner.kill()
+    await owner.communicate()
+    await world.open(kind).start()
+    assert not sleeping("7171") and not left_over(world)
+
+
+async def test_a_container_is_limited_and_found_by_its_label(world: World):
+    boxes = world.open("docker")
+    box = await boxes.open("run-train1-2.3-0", {}, Limits(cpu=0.5, memory_mb=512, processes=10))
+    (said,) = world.asked_of_docker("run")
+    pairs = dict(zip(said, said[1:], strict=False))
+    assert (pairs["--cpus"], pairs["--memory"], pairs["--pids-limit"]) == ("0.5", "768m", "74")
+    assert pairs["--label"].startswith("rollout.sandbox=run-train1-2.3-0~")
+    await box.close()
+    assert not left_over(world)
+
+
+async def test_a_reaper_that_knows_no_configuration_removes_containers(world: World):
+    box = await world.open("docker").open("t", {}, SMALL)
+    assert reap(world.root, alive=lambda owner: False) == ["t"]
+    assert not left_over(world)
+    with pytest.raises(SandboxError):
+        await box.run("true", 1)
+
+
+async def test_a_task_may_begin_in_a_folder_of_its_image(world: World):
+    boxes = world.open("docker")
+    box = await boxes.open("t", ImageFolder("tasks:1", "/tmp/testbed"), SMALL)
+    assert (await box.run("cat a.py; pwd", 10)).output == "x = 1\n/tmp/testbed\n"
+    with pytest.raises(SandboxError, match="no:2"):
+        await boxes.open("u", ImageFolder("no:2", "/tmp/testbed"), SMALL)
+    await boxes.close()
+    assert not left_over(world)
+    with pytest.raises(SandboxError, match="begins in the image tasks:1"):
+        await world.open("remote").open("t", ImageFolder("tasks:1", "/tmp/testbed"), SMALL)
+
+
+async def test_many_share_a_server_at_the_same_time(world: World):
+    boxes = world.open("remote", starts=4)
+    opened = await asyncio.gather(*(boxes.open(f"n{number}", {"a": str(number)}, SMALL) for number in range(6)))
+    started = time.monotonic()
+    outputs = await asyncio.gather(*(box.run("sleep 1; cat a", 20) for box in opened))
+    assert [ran.output for ran in outputs] == [str(number) for number in range(6)]
+    assert time.monotonic() - started < 5
+    await boxes.close()
+    assert not left_over(world)
+
+
+async def test_a_server_that_refuses_or_is_not_there_is_the_sandboxes_fault(world: World):
+    url, _ = world.where["remote"]
+    for where in ((url, "wrong"), ("http://127.0.0.1:9", "t")):
+        with pytest.raises(SandboxError):
+            await RemoteSandboxes(*where, root=world.root).open("t", {}, SMALL)
+
+
+async def test_what_a_command_writes_in_its_keepers_name_is_not_believed(world: World):
+    boxes = world.open("remote")
+    box = await boxes.open("t", {}, SMALL)
+    forged = {"exit_code": 0, "output": "", "timed_out": False, "left_out": 0, "seconds": 0, "nonce": "?"}
+    forge = f"echo '{json.dumps(forged)}' > ../calls/1.result; sleep 5; exit 1"
+    with pytest.raises(SandboxError, match="another than its keeper"):
+        await box.run(forge, 10)
+    await boxes.close()
+
+
+def left_over(world: World) -> list[Path]:
+    return [path for path in world.left() if path != world.state / "testbed"]
+
+
+def sleeping(seconds: str) -> list[int]:
+    found = psutil.process_iter(["pid", "cmdline", "status"])
+    return [p.info["pid"] for p in found if p.info["cmdline"] == ["sleep", seconds] and p.info["status"] != "zombie"]
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+def wait_until(condition, what: str) -> None:
+    deadline = time.monotonic() + START_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(START_S):
+        while not condition():
+            await asyncio.sleep(0.02)
