@@ -6,7 +6,7 @@ An agent is made for one sample and lives for one sample: init -> run -> verify 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,10 +49,14 @@ class MultiTurnRenderer(Renderer, Protocol):
         `content`, and the beginning of the next answer."""
         ...
 
+    def render_history(self, messages: Sequence[tuple[str, str | np.ndarray]]) -> np.ndarray:
+        """int32 [P]: as `render`; an answer that is given as its tokens stays as it was sampled."""
+        ...
+
 
 @dataclass(slots=True)
 class Trajectory:
-    """Tokens as the model saw and made them. Appending is the only way to grow it."""
+    """Tokens as the model saw and made them. Appending is the only way to grow it, and nothing in it is ever rewritten."""
 
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
@@ -71,6 +75,22 @@ class Trajectory:
         self.logprobs.extend([float("nan")] * count)
         self.executor.extend([NOBODY] * count)
         self.versions.extend([-1] * count)
+
+    def go_back_to(self, prompt: np.ndarray) -> int:
+        """Keep what `prompt` begins with. Returns how many tokens that a model made are dropped by that: an answer of which only a
+        part is left is context from here on."""
+        length = min(len(prompt), len(self.token_ids))
+        differing = np.flatnonzero(np.asarray(self.token_ids[:length], np.int32) != prompt[:length])
+        kept = int(differing[0]) if len(differing) else length
+        start = kept
+        if kept < len(self.token_ids) and self.loss_mask[kept]:
+            while start and self.loss_mask[start - 1]:
+                start -= 1
+        dropped, remains = sum(self.loss_mask[start:]), np.asarray(self.token_ids[start:kept], np.int32)
+        for column in (self.token_ids, self.loss_mask, self.logprobs, self.executor, self.versions):
+            del column[start:]
+        self.append_context(remains)
+        return dropped
 
     def append_completion(self, completion: Completion, executor: int = STUDENT) -> None:
         """A teacher's tokens carry no weight version: no model that is trained made them."""

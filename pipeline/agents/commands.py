@@ -1,8 +1,9 @@
-"""How a model says a command, and how it is told what came of it."""
+"""How a model says a command, how it is told what came of it, and when it says the same again and again."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from pipeline.sandboxes.base import Ran
 
@@ -25,3 +26,16 @@ def command_in(text: str) -> str | None:
 def observation(ran: Ran, timeout_s: float) -> str:
     head = f"stopped after {timeout_s:g} s" if ran.timed_out else f"exit {ran.exit_code}"
     return f"{head}\n{ran.output}"
+
+
+@dataclass(slots=True)
+class Repeats:
+    """How often the same thing was said in a row."""
+
+    last: str | None = None
+    count: int = 0
+
+    def add(self, command: str | None) -> int:
+        self.count = self.count + 1 if self.count and command == self.last else 1
+        self.last = command
+        return self.count

@@ -7,33 +7,19 @@ judged by the task's tests in a sandbox that the model never touched.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pipeline.agents.base import Episode, Trajectory
-from pipeline.agents.commands import NO_COMMAND, SUBMIT, command_in, observation
+from pipeline.agents.commands import NO_COMMAND, SUBMIT, Repeats, command_in, observation
 from pipeline.agents.repair import patch_of, remember, solves
 from pipeline.errors import SandboxError, VerifierError
 from pipeline.fetcher.swe import Repair, repair_of
-from pipeline.sandboxes.base import Sandbox
+from pipeline.sandboxes.base import Ran, Sandbox
 
 TIME_SHARE = 0.9
 """Of `max_seconds`: then the agent ends by itself, and what it has done is judged."""
-
-
-@dataclass(slots=True)
-class _Repeats:
-    """How often the same thing was said in a row."""
-
-    last: str | None = None
-    count: int = 0
-
-    def add(self, command: str | None) -> int:
-        self.count = self.count + 1 if self.count and command == self.last else 1
-        self.last = command
-        return self.count
 
 
 class SweAgent:
@@ -49,7 +35,6 @@ class SweAgent:
 
     async def run(self, episode: Episode) -> Trajectory:
         trajectory = Trajectory()
-        trajectory.append_context(episode.renderer.render(episode.task.messages))
         trajectory.finish_reason = await self._turns(episode, trajectory)
         try:
             patch = await patch_of(self._opened())
@@ -73,7 +58,8 @@ class SweAgent:
 
     async def _turns(self, episode: Episode, trajectory: Trajectory) -> str:
         """Plays until something ends it; returns what."""
-        stopping, repeats = episode.task.stopping, _Repeats()
+        trajectory.append_context(episode.renderer.render(episode.task.messages))
+        stopping, repeats = episode.task.stopping, Repeats()
         clock = asyncio.get_running_loop().time
         ends_at = None if stopping.max_seconds is None else clock() + TIME_SHARE * stopping.max_seconds
         for turn in range(stopping.max_turns):
@@ -94,7 +80,9 @@ class SweAgent:
             if repeats.add(command) >= stopping.max_repeats:
                 return "repeated_action_loop"
             left_s = None if ends_at is None else ends_at - clock()
-            reply = NO_COMMAND if command is None else await self._execute(episode, command, left_s, trajectory.turns[-1])
+            reply = NO_COMMAND
+            if command is not None:
+                reply = observation(*await self._execute(episode, command, left_s, trajectory.turns[-1]))
             tokens = episode.renderer.render_reply(reply, completion.token_ids)
             if stopping.max_context is not None and len(trajectory.token_ids) + len(tokens) >= stopping.max_context:
                 return "context_overflow"
@@ -102,12 +90,13 @@ class SweAgent:
                 trajectory.append_context(tokens)
         return "max_turns"
 
-    async def _execute(self, episode: Episode, command: str, left_s: float | None, record: dict[str, Any]) -> str:
+    async def _execute(self, episode: Episode, command: str, left_s: float | None, record: dict[str, Any]) -> tuple[Ran, float]:
+        """What came of it, and the seconds that it was given."""
         bounds = episode.sandbox
         timeout_s = bounds.command_timeout_s if left_s is None else max(0.1, min(bounds.command_timeout_s, left_s))
         ran = await self._opened().run(command, timeout_s, output_bytes=bounds.output_bytes)
         record |= {"exit_code": ran.exit_code, "output": ran.output, "left_out": ran.left_out, "command_s": round(ran.seconds, 6)}
-        return observation(ran, timeout_s)
+        return ran, timeout_s
 
     def _opened(self) -> Sandbox:
         if self._sandbox is None:

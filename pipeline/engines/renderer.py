@@ -6,7 +6,8 @@ Invariant: `render` gives the ids that transformers' `apply_chat_template(..., a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from pipeline.errors import DataError, UserError
 
 _ANSWER = "(the answer)"
 """Stands for an answer where only what surrounds it is asked for."""
+_PLACE = "\ue000"
+"""Surrounds the number of an answer that is put in as tokens: a character that means nothing."""
 _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -68,6 +71,22 @@ class ChatRenderer:
         if len(answer) and int(answer[-1]) == self.eos_token_id:
             rest = rest.removeprefix(self._specials["eos_token"])
         return self.encode_text(rest)
+
+    def render_history(self, messages: Sequence[tuple[str, str | np.ndarray]]) -> np.ndarray:
+        """int32 [P]: as `render`, but an answer that is given as its tokens stays as it was sampled: its text is never tokenised
+        again, and one that was cut off is ended here. A longer history begins with the tokens of a shorter one and its answer."""
+        sampled = [content for _, content in messages if isinstance(content, np.ndarray)]
+        places = iter(f"{_PLACE}{number}{_PLACE}" for number in range(len(sampled)))
+        texts = [(role, content if isinstance(content, str) else next(places)) for role, content in messages]
+        parts = re.split(f"{_PLACE}[0-9]+{_PLACE}", self._text(texts))
+        if len(parts) != len(sampled) + 1:
+            raise DataError(f"the chat template leaves out {len(sampled) + 1 - len(parts)} of {len(sampled)} answers")
+        pieces = [self.encode_text(parts[0])]
+        for answer, rest in zip(sampled, parts[1:], strict=True):
+            if len(answer) and int(answer[-1]) == self.eos_token_id:
+                rest = rest.removeprefix(self._specials["eos_token"])
+            pieces += [answer, self.encode_text(rest)]
+        return np.concatenate(pieces).astype(np.int32)
 
     def _text(self, messages: Iterable[tuple[str, str]]) -> str:
         turns = [{"role": role, "content": content} for role, content in messages]
