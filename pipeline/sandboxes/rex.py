@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import secrets
+import socket
 import tarfile
 import tempfile
 import time
@@ -208,7 +209,9 @@ class DockerSandboxes(OwnedSandboxes[RexSandbox]):
         await asyncio.to_thread(self._clear, sandbox.lease.name)
         image = contents.image if isinstance(contents, ImageFolder) else self._image
         arguments = docker_arguments(sandbox.lease, sandbox.limits)
-        deployment = DockerDeployment(logger=REX_LOG, image=image, startup_timeout=DEPLOY_S, docker_args=arguments)
+        deployment = DockerDeployment(
+            logger=REX_LOG, image=image, port=free_port(), startup_timeout=DEPLOY_S, docker_args=arguments
+        )
         await sandbox.begin(deployment, contents)
 
     def _clear(self, name: str) -> None:
@@ -226,6 +229,12 @@ def docker_arguments(lease: Lease, limits: Limits) -> list[str]:
         *("--cpus", f"{limits.cpu:g}", "--memory", memory, "--memory-swap", memory),
         *("--pids-limit", str(limits.processes + SERVER_PROCESSES), "--security-opt", "no-new-privileges"),
     ]
+
+
+def free_port() -> int:
+    """Of this machine, now: a container that finds it taken does not start, and is another try's."""
+    with socket.create_server(("", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 class RemoteSandboxes(OwnedSandboxes[RexSandbox]):
