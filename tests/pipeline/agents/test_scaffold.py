@@ -135,5 +135,6 @@ def test_an_answer_of_which_a_part_is_left_is_context():
     assert (trajectory.token_ids, trajectory.loss_mask, trajectory.versions) == ([1, 2, 3], [0, 0, 0], [-1, -1, -1])
 
 
-def programs() -> list[int]:
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if any("program_standin" in part for part in p.info["cmdline"] or ())]
+def programs() -> list[psutil.Process]:
+    """Below this process: other tests may run beside these."""
+    return psutil.Process().children(recursive=True)

@@ -26,6 +26,8 @@ from pipeline.sandboxes.rex import DockerSandboxes, RemoteSandboxes
 STANDIN = Path(__file__).with_name("docker_standin.py")
 SMALL = Limits(memory_mb=256, processes=32, file_mb=8)
 START_S = 30.0
+SECONDS = {"docker": "43431", "remote": "43432"}
+"""That a command sleeps, by which it is known: other tests may run beside these."""
 KINDS = pytest.mark.parametrize("kind", ["docker", "remote"])
 OWNER = """
 import asyncio, sys
@@ -33,12 +35,12 @@ from pathlib import Path
 from pipeline.sandboxes import rex
 from pipeline.sandboxes.base import Limits
 
-async def main(kind, root, there, *where):
+async def main(kind, root, there, seconds, *where):
     rex.THERE = there
     boxes = rex.DockerSandboxes(*where, root=Path(root)) if kind == "docker" else rex.RemoteSandboxes(*where, root=Path(root))
     box = await boxes.open("s", {"a": "1"}, Limits())
     print("open", flush=True)
-    await box.run("(setsid env -i sleep 7171 &); sleep 7171", 600)
+    await box.run(f"(setsid env -i sleep {seconds} &); sleep {seconds}", 600)
 
 asyncio.run(main(*sys.argv[1:]))
 """
@@ -133,29 +135,31 @@ async def test_the_whole_tree_goes_at_the_deadline_and_with_the_command(world: W
     boxes = world.open(kind)
     box = await boxes.open("t", {}, SMALL)
     started = time.monotonic()
-    ran = await box.run("(setsid env -i bash -c 'setsid sleep 4343 & sleep 4343' &) ; trap '' TERM; echo begun; sleep 4343", 1.0)
+    sleep = f"sleep {SECONDS[kind]}"
+    ran = await box.run(f"(setsid env -i bash -c 'setsid {sleep} & {sleep}' &) ; trap '' TERM; echo begun; {sleep}", 1.0)
     assert ran.timed_out and ran.exit_code == 137 and ran.output == "begun\n"
     assert time.monotonic() - started < 6
-    assert not sleeping("4343")
-    ran = await box.run("(setsid env -i sleep 4343 &); echo done", 20)
+    assert not sleeping(SECONDS[kind])
+    ran = await box.run(f"(setsid env -i {sleep} &); echo done", 20)
     assert (ran.output, ran.timed_out) == ("done\n", False) and ran.seconds < 5
-    assert not sleeping("4343")
+    assert not sleeping(SECONDS[kind])
     await boxes.close()
 
 
 @KINDS
 async def test_closing_ends_a_command_and_leaves_nothing(world: World, kind: str):
+    seconds = f"{SECONDS[kind]}0"
     boxes = world.open(kind)
     box = await boxes.open("t", {}, SMALL)
-    running = asyncio.ensure_future(box.run("(setsid sleep 4444 &); sleep 4444", 600))
-    await until(lambda: sleeping("4444"))
+    running = asyncio.ensure_future(box.run(f"(setsid sleep {seconds} &); sleep {seconds}", 600))
+    await until(lambda: sleeping(seconds))
     await box.close()
     await box.close()
     with pytest.raises(SandboxError):
         await running
     with pytest.raises(SandboxError, match="closed"):
         await box.run("true", 1)
-    assert not sleeping("4444") and not left_over(world)
+    assert not sleeping(seconds) and not left_over(world)
 
 
 @KINDS
@@ -171,14 +175,15 @@ async def test_opening_again_replaces_what_a_lost_try_left(world: World, kind: s
 
 @KINDS
 async def test_after_sigkill_of_the_owner_the_next_start_removes_everything(world: World, kind: str):
-    arguments = [sys.executable, "-c", OWNER, kind, str(world.root), str(world.there), *world.where[kind]]
+    seconds = f"{SECONDS[kind]}1"
+    arguments = [sys.executable, "-c", OWNER, kind, str(world.root), str(world.there), seconds, *world.where[kind]]
     owner = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE, env=dict(os.environ))
     assert await asyncio.wait_for(owner.stdout.readline(), START_S) == b"open\n"
-    await until(lambda: len(sleeping("7171")) == 2)
+    await until(lambda: len(sleeping(seconds)) == 2)
     owner.kill()
     await owner.communicate()
     await world.open(kind).start()
-    assert not sleeping("7171") and not left_over(world)
+    assert not sleeping(seconds) and not left_over(world)
 
 
 async def test_a_container_is_limited_and_found_by_its_label(world: World):
