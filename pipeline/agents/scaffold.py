@@ -26,7 +26,8 @@ from pipeline.sandboxes.local import MISSING
 MINI_SWE_AGENT = (sys.executable, "-m", "pipeline.scaffolds.mini_swe_agent")
 KEEP_BYTES = 8192
 """Of what the program writes: for its fault, if it has one."""
-UNBOUNDED_S = 24 * 3600.0
+FOREVER_S = 24 * 3600.0
+"""The episode ends before."""
 HOME = "/var/tmp"
 
 
@@ -41,7 +42,7 @@ class Scaffold(SweAgent):
     async def _turns(self, episode: Episode, trajectory: Trajectory) -> str:
         capture = Capture(episode, trajectory)
         limit_s = episode.task.stopping.max_seconds
-        timeout_s = UNBOUNDED_S if limit_s is None else TIME_SHARE * limit_s
+        timeout_s = None if limit_s is None else TIME_SHARE * limit_s
 
         async def execute(body: RunRequest) -> Ran:
             record = {} if not trajectory.turns else trajectory.turns[-1]
@@ -49,23 +50,23 @@ class Scaffold(SweAgent):
             return (await self._execute(episode, body.command, body.timeout_s, record))[0]
 
         async with serving(capture, execute, secrets.token_urlsafe(16)) as address:
-            playing = asyncio.create_task(self._play(episode, address, timeout_s), name="program of a sample")
+            playing = asyncio.create_task(self._play(episode, address), name="program of a sample")
             ending = asyncio.create_task(capture.ended.wait(), name="end of a sample")
             try:
-                await asyncio.wait({playing, ending}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({playing, ending}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                by_itself = not capture.ended.is_set()
-                capture.end("over")
+                by_itself = playing.done() and not capture.ended.is_set()
+                capture.end("over" if by_itself else "agent_timeout")
                 playing.cancel()
                 await asyncio.gather(playing, ending, return_exceptions=True)
         if capture.fault is not None:
             raise capture.fault
         return _outcome(playing.result(), trajectory) if by_itself else capture.reason
 
-    async def _play(self, episode: Episode, address: Address, timeout_s: float) -> processes.Ended:
+    async def _play(self, episode: Episode, address: Address) -> processes.Ended:
         return await processes.run(
             [*_bubblewrap(address), *processes.INIT, shlex.join(self._command)],
-            timeout_s=timeout_s,
+            timeout_s=FOREVER_S,
             keep_bytes=KEEP_BYTES,
             stdin=episode.task.messages[-1][1].encode(),
             limits={},
@@ -80,8 +81,6 @@ def _outcome(ended: processes.Ended, trajectory: Trajectory) -> str:
     said = lines[-1] if lines else "no output"
     if not ended.began:
         raise SandboxError(f"the program cannot be started: {said}")
-    if ended.timed_out:
-        return "agent_timeout"
     if ended.returncode != 0:
         raise DataError(f"the program ended with exit code {processes.exit_code(ended.returncode)}: {said}")
     if not trajectory.turns:

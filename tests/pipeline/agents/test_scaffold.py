@@ -85,7 +85,7 @@ async def test_a_question_that_is_asked_again_drops_its_first_answer_alone(tmp_p
         ({"max_turns": 2}, [LOOK, block("pwd")], "max_turns"),
         ({"max_repeats": 3}, [block("ls")], "repeated_action_loop"),
         ({"max_context": 150}, [LOOK, block("cat a.py a.py a.py"), block("pwd")], "context_overflow"),
-        ({"max_seconds": 4}, [block("sleep 30"), block("pwd"), block("ls")], "agent_timeout"),
+        ({"max_seconds": 8}, [block("sleep 30"), block("pwd"), block("ls")], "agent_timeout"),
     ],
 )
 async def test_what_ends_an_episode_ends_the_program(tmp_path: Path, stopping: dict[str, Any], lines: list[str], reason: str):
@@ -104,7 +104,7 @@ async def test_a_program_that_fails_or_never_asks_is_no_sample(tmp_path: Path, h
 
 
 async def test_a_program_that_hangs_goes_with_all_that_it_started(tmp_path: Path):
-    sample, _ = await world_of(tmp_path, "hang", max_seconds=3).play(LOOK)
+    sample, _ = await world_of(tmp_path, "hang", max_seconds=5).play(LOOK)
     assert (sample.finish_reason, sample.reward, len(sample.token_ids)) == ("agent_timeout", 0.0, 0)
     assert not programs() and not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "8181"]]
 

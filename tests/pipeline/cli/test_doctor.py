@@ -16,7 +16,17 @@ def quick(monkeypatch):
 def test_every_line_says_how_to_mend_it(rollout, tmp_path, quick):
     code, out, _ = rollout("doctor", "--json", "--runs-dir", tmp_path / "runs")
     checks = json.loads(out)["checks"]
-    assert {check["name"] for check in checks} >= {"python", "ray", "memory", "disk", "file system", "fsync", "bubblewrap"}
+    assert {check["name"] for check in checks} >= {
+        "python",
+        "ray",
+        "memory",
+        "disk",
+        "file system",
+        "fsync",
+        "bubblewrap",
+        "swe-rex",
+        "docker",
+    }
     assert all(check["mend"] for check in checks if check["status"] != "ok")
     assert code == (1 if any(check["status"] == "fail" for check in checks) else 0)
     assert not (tmp_path / "runs").exists()
@@ -31,6 +41,20 @@ def test_a_wrong_version_fails_with_the_command(rollout, tmp_path, quick, monkey
     assert checks["numpy"]["status"] == "fail" and "pip install 'numpy<1'" in checks["numpy"]["mend"]
     assert checks["no-such-package"]["detail"].startswith("not installed")
     assert "gguf" not in checks
+
+
+def test_a_docker_that_does_not_answer_is_told_with_its_own_words(tmp_path, monkeypatch):
+    program = tmp_path / "docker"
+    program.write_text("#!/bin/sh\necho 'Cannot connect to the daemon.' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    checks = {check.name: check for check in machine._containers()}
+    assert checks["docker"].status == "warn" and "Cannot connect to the daemon." in checks["docker"].detail
+    program.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    checks = {check.name: check for check in machine._containers()}
+    assert "no docker on the PATH" in checks["docker"].detail and ".[swerex]" in checks["swe-rex"].mend
 
 
 def test_a_network_file_system_fails(tmp_path, quick, monkeypatch):
