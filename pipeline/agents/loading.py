@@ -7,7 +7,6 @@ from functools import cache, partial
 from importlib.util import find_spec
 
 from pipeline.agents.base import Agent
-from pipeline.agents.scaffold import MINI_SWE_AGENT, Scaffold
 from pipeline.agents.scripted import Scripted
 from pipeline.agents.single_turn import SingleTurn
 from pipeline.agents.swe import SweAgent
@@ -24,6 +23,13 @@ def load_agent(name: str) -> Callable[[], Agent]:
         "single_turn": partial(SingleTurn, cache(load_verifier)),
         "scripted": Scripted,
         "swe": SweAgent,
-        "mini-swe-agent": partial(Scaffold, MINI_SWE_AGENT),
+        "mini-swe-agent": _mini_swe_agent,
     }
     return pick(name, known, "agent")
+
+
+def _mini_swe_agent() -> Agent:
+    """Its module takes what an HTTP server needs, which is for those who ask for it."""
+    from pipeline.agents.scaffold import MINI_SWE_AGENT, Scaffold
+
+    return Scaffold(MINI_SWE_AGENT)

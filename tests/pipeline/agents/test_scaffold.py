@@ -85,7 +85,7 @@ async def test_a_question_that_is_asked_again_drops_its_first_answer_alone(tmp_p
         ({"max_turns": 2}, [LOOK, block("pwd")], "max_turns"),
         ({"max_repeats": 3}, [block("ls")], "repeated_action_loop"),
         ({"max_context": 150}, [LOOK, block("cat a.py a.py a.py"), block("pwd")], "context_overflow"),
-        ({"max_seconds": 8}, [block("sleep 30"), block("pwd"), block("ls")], "agent_timeout"),
+        ({"max_seconds": 8}, [block("sleep 30"), block("sleep 31")], "agent_timeout"),
     ],
 )
 async def test_what_ends_an_episode_ends_the_program(tmp_path: Path, stopping: dict[str, Any], lines: list[str], reason: str):
