@@ -1,4 +1,4 @@
-"""What a configuration names, found before anything starts: data sets, verifiers, strategy, agents, sandboxes, filters, trackers."""
+"""What a configuration names, found before anything starts: data, verifiers, strategy, agents, sandboxes, filters, trackers."""
 
 from __future__ import annotations
 
