@@ -182,10 +182,11 @@ class BufferClient(Protocol):
         """That checkpoint was found torn: retention no longer counts on it. Its groups stay trained."""
         ...
 
-    async def steps(self) -> dict[str, Any]:
+    async def steps(self, after: int = 0) -> dict[str, Any]:
         """`{trained_step, first_open, checkpoint_step, checkpoint_path, results: {step: metrics}, selections: {step: [ordinals]}}`
         where trained_step is the newest recorded step, first_open the first that is not trained or whose rollout has not ended
-        (a workflow that has lost its storage begins there), and selections holds the steps after the last but one checkpoint."""
+        (a workflow that has lost its storage begins there), results holds the steps after `after` (who asks at every step asks
+        for the new ones only), and selections those after the last but one checkpoint."""
         ...
 
     async def status(self) -> dict[str, Any]:

@@ -170,8 +170,8 @@ class BufferService:
     async def forget_checkpoint(self, checkpoint_step: int) -> None:
         await self._write(lambda led: progress.forget_checkpoint(led, checkpoint_step))
 
-    async def steps(self) -> dict[str, Any]:
-        return await self._read(progress.steps)
+    async def steps(self, after: int = 0) -> dict[str, Any]:
+        return await self._read(lambda db: progress.steps(db, after))
 
     async def gc(self) -> dict[str, int]:
         """Retention now; `mark_trained` does the same. `{groups, bytes}`: groups whose rows went, bytes of segments freed."""

@@ -38,7 +38,7 @@ class Readable(Protocol):
     """The two calls of buffer.api.BufferClient that the observer makes."""
 
     async def status(self) -> dict[str, Any]: ...
-    async def steps(self) -> dict[str, Any]: ...
+    async def steps(self, after: int = 0) -> dict[str, Any]: ...
 
 
 class Observer:
@@ -65,8 +65,11 @@ class Observer:
         self._tensorboard = TensorboardWriter(paths.tensorboard) if config.observe.tensorboard else None
         self._display = display(stream or sys.stderr, config.rollout.tasks_per_step) if config.observe.bars else None
         self._status: dict[str, Any] = {}
-        self._synced_step: int | None = None
-        self._results: dict[int, dict[str, Any]] = {}
+        self._read_step = 0
+        self._newest: dict[str, Any] = {}
+        """The result of `_read_step`."""
+        self._undrawn: dict[int, dict[str, Any]] = {}
+        """Results that TensorBoard lacks."""
         self._evaluations: list[Evaluation] = []
         self._evaluated_at = float("-inf")
         self._read_at = clock()
@@ -90,7 +93,7 @@ class Observer:
             self._status = await self._last(self._buffer.status if asks else None, read_status, self._status)
             if state is not None:
                 self._status = {**self._status, "state": state, "error": error}
-            self._sync(await self._last(self._results_of_buffer if asks else None, read_steps, self._results))
+            self._sync(await self._last(self._new_results if asks else None, self._read_new_results, {}))
             self._evaluated_at = float("-inf")
             self._draw(self._status, last=True)
             summary = {**build_summary(self._paths, self._status), "observer_errors": dict(self.errors)}
@@ -103,14 +106,13 @@ class Observer:
     async def _observe(self) -> None:
         try:
             self._status = await asyncio.wait_for(self._buffer.status(), CALL_S)
-            if self._status.get("step") != self._synced_step:
-                self._results = await asyncio.wait_for(self._results_of_buffer(), CALL_S)
+            trained = self._status.get("step") != self._read_step
+            results = await asyncio.wait_for(self._new_results(), CALL_S) if trained else {}
         except Exception as error:
             self._unreadable(error)
             return
         self._read_at = self._clock()
-        self._sync(self._results)
-        self._synced_step = self._status.get("step")
+        self._sync(results)
         self._draw(self._status)
 
     def _unreadable(self, error: Exception) -> None:
@@ -135,12 +137,19 @@ class Observer:
             self._count("ledger", error)
         return known
 
-    async def _results_of_buffer(self) -> dict[int, dict[str, Any]]:
-        return (await self._buffer.steps())["results"]
+    async def _new_results(self) -> dict[int, dict[str, Any]]:
+        return (await self._buffer.steps(self._read_step))["results"]
+
+    def _read_new_results(self, paths: RunPaths) -> dict[int, dict[str, Any]]:
+        return read_steps(paths, self._read_step)
 
     def _sync(self, results: dict[int, dict[str, Any]]) -> None:
-        self._results = {int(step): metrics for step, metrics in results.items()}
-        self._must(lambda: self._metrics.sync(self._results), "metrics.jsonl")
+        self._must(lambda: self._metrics.sync(results), "metrics.jsonl")
+        if results:
+            self._read_step = max(results)
+            self._newest = results[self._read_step]
+        if self._tensorboard is not None:
+            self._undrawn |= results
 
     def _draw(self, status: dict[str, Any], last: bool = False) -> None:
         now = self._clock()
@@ -159,18 +168,18 @@ class Observer:
         board = self._tensorboard
         if board is None:
             return
-        written = [board.add("train", step, self._results[step], now) for step in sorted(self._results)]
+        written = [board.add("train", step, result, now) for step, result in sorted(self._undrawn.items())]
         for item in self._evaluations:
             accuracies = {f"{name}/accuracy": score.accuracy for name, score in item.datasets.items()}
             written.append(board.add("eval", item.step or 0, {"accuracy": item.overall.accuracy, **accuracies}, now))
         if any(written):
             board.flush()
+        self._undrawn = {}
 
     def _figures(self) -> dict[str, float | None]:
         """What stands beside the step bar."""
-        newest = self._results[max(self._results)] if self._results else {}
         accuracy = self._evaluations[-1].overall.accuracy if self._evaluations else None
-        return {"accuracy": accuracy, "loss": figure(newest, "loss"), "reward": figure(newest, "reward_mean")}
+        return {"accuracy": accuracy, "loss": figure(self._newest, "loss"), "reward": figure(self._newest, "reward_mean")}
 
     async def _write_report(self) -> None:
         from pipeline.observe.report import write_report  # matplotlib: only at the end

@@ -319,7 +319,9 @@ async def test_a_wrong_group_is_refused_and_does_not_hurt_its_neighbours(buffer)
 async def test_training_results_are_recorded_once(buffer):
     await buffer.record_step(1, {"loss": 1.0})
     await buffer.record_step(1, {"loss": 2.0})
-    assert (await buffer.steps())["results"] == {1: {"loss": 1.0}}
+    await buffer.record_step(2, {"loss": 0.5})
+    assert (await buffer.steps())["results"] == {1: {"loss": 1.0}, 2: {"loss": 0.5}}
+    assert (await buffer.steps(1))["results"] == {2: {"loss": 0.5}}
 
 
 async def test_steps_tell_what_a_resume_replays(buffer):
