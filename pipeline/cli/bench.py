@@ -123,12 +123,10 @@ def _teacher_calls(shape: str, device: str) -> dict[str, Any]:
 
 def _buffer(root: Path) -> dict[str, Any]:
     """On the disk that runs lie on."""
-    import asyncio
     import tempfile
 
-    from pipeline.bench.buffer import figures
+    from deployments.bench import figures
 
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".bench-") as folder:
-        found = asyncio.run(figures(Path(folder)))
-    return {"figures": found, "notes": ["in this process, without an actor; against the package TransferQueue: not measured here"]}
+        return figures(Path(folder))
