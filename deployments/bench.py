@@ -1,6 +1,7 @@
 """`rollout bench buffer`: commits through the ReplayBuffer actor against the package TransferQueue, on one Ray, in one run.
 
-Invariant: both sides take the same arrays from the same process, and the package's settings are its own.
+Invariant: both sides take the same arrays from one process, which commits as the evaluator pool does; the package's settings are
+its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from deployments.calls import RemoteStage
 from deployments.hosting import OPTIONS
 from deployments.names import NAMESPACE, actor_name
 from deployments.replay_buffer import ReplayBuffer
+from deployments.witness import CommitWitness
 from pipeline.bench import buffer
 from pipeline.bench.buffer import Columns, Commits, Put, RawAppends, Shape, Side
 from pipeline.buffer.reader import read_run_epoch
@@ -56,7 +58,8 @@ async def _compare(paths: RunPaths, shapes: Sequence[Shape], rounds: int) -> dic
         notes.append(MISSING)
     else:
         others["transferqueue"] = TransferQueue()
-    measured = await buffer.compare(Commits(RemoteStage(paths.run_id, ReplayBuffer.stage)), others, shapes, rounds)
+    commits = Commits(CommitWitness(RemoteStage(paths.run_id, ReplayBuffer.stage), paths.commits))
+    measured = await buffer.compare(commits, others, shapes, rounds)
     return {"figures": measured, "notes": notes}
 
 

@@ -7,9 +7,12 @@ The buffer knows fields, not stages: a group is ready when its task's `needs` ar
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pipeline.records import Column, Group, Sample
+
+if TYPE_CHECKING:
+    from pipeline.buffer.contents import EncodedGroup
 
 Outcome = Literal["lost", "infra", "data"]
 """How an attempt ended without a commit. `lost`: its worker, cluster or driver died; not a retry."""
@@ -123,8 +126,11 @@ class BufferClient(Protocol):
 
     async def end_attempt(self, attempt: Attempt, outcome: Outcome, reason: str) -> AttemptEnd: ...
 
-    async def commit(self, attempt: Attempt, group: Group) -> bool:
-        """Durable when it returns. True: written now; False: this attempt had been committed before. Raises LateCommit."""
+    async def commit(self, attempt: Attempt, group: Group | EncodedGroup) -> bool:
+        """Durable when it returns. True: written now; False: this attempt had been committed before. Raises LateCommit.
+
+        A caller in another process hands in what `contents.encode` made of the group.
+        """
         ...
 
     async def store_sample(self, attempt: Attempt, sample: Sample) -> None:

@@ -30,7 +30,7 @@ class Segments:
         self._size = 0
         self._dirty = False
 
-    def append(self, data: bytes, sha256: str) -> tuple[int, int]:
+    def append(self, data: bytes | memoryview, sha256: str) -> tuple[int, int]:
         """Write a record; returns (segment, offset). Durable only after `sync`. Raises OSError."""
         if self._file is not None and self._size >= self._roll_bytes:
             self._roll()
@@ -126,7 +126,7 @@ def read_record(folder: Path, number: int, offset: int, length: int, sha256: str
     return data
 
 
-def _write_all(file: int, offset: int, data: bytes) -> None:
+def _write_all(file: int, offset: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, offset)
