@@ -7,12 +7,14 @@ its own.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
 from deployments import cluster
@@ -41,6 +43,7 @@ def figures(folder: Path, shapes: Sequence[Shape] = buffer.SHAPES, rounds: int =
     paths, config = RunPaths(folder / "bench"), buffer.bench_config(shapes, rounds)
     create_run(paths, {})
     write_config(paths, config)
+    os.environ.setdefault("TQ_NUM_THREADS", str(min(8, os.cpu_count() or 1)))  # as the package itself corrects it, call by call
     cluster.start(paths, Ray(num_cpus=LOGICAL_CPUS), None)
     try:
         return asyncio.run(_compare(paths, shapes, rounds))
@@ -84,7 +87,7 @@ class TransferQueue:
         found = []
         for keys in map(_keys, groups):
             rows = await self._queue.async_kv_batch_get(keys=keys, partition_id=self._partition)
-            found.append({name: rows[name].numpy() for name in rows.keys()})
+            found.append({name: np.stack([row.numpy() for row in column.unbind()]) for name, column in rows.items()})
             await self._queue.async_kv_clear(keys=keys, partition_id=self._partition)
         return found
 
