@@ -55,15 +55,19 @@ async def _compare(paths: RunPaths, shapes: Sequence[Shape], rounds: int) -> dic
     options = OPTIONS | {"name": actor_name(paths.run_id, ReplayBuffer.stage), "namespace": NAMESPACE}
     actor = ray.remote(ReplayBuffer).options(**options).remote(str(paths.root), read_run_epoch(paths))
     await asyncio.wait_for(asyncio.wrap_future(actor.ready.remote().future()), START_S)
-    others: dict[str, Side] = {"raw": RawAppends(paths.root / "raw")}
-    notes = [f"{buffer.IN_FLIGHT} in flight on every side; medians of {rounds} rounds in which the sides take turns"]
-    if find_spec("transfer_queue") is None:
-        notes.append(MISSING)
-    else:
-        others["transferqueue"] = TransferQueue()
+    others, missing = other_sides(paths)
+    notes = [f"{buffer.IN_FLIGHT} in flight on every side; medians of {rounds} rounds in which the sides take turns", *missing]
     commits = Commits(CommitWitness(RemoteStage(paths.run_id, ReplayBuffer.stage), paths.commits))
     measured = await buffer.compare(commits, others, shapes, rounds)
     return {"figures": measured, "notes": notes}
+
+
+def other_sides(paths: RunPaths) -> tuple[dict[str, Side], list[str]]:
+    """What commits are compared with here, and a line for what cannot be."""
+    sides: dict[str, Side] = {"raw": RawAppends(paths.root / "raw")}
+    if find_spec("transfer_queue") is None:
+        return sides, [MISSING]
+    return sides | {"transferqueue": TransferQueue()}, []
 
 
 class TransferQueue:
