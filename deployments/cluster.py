@@ -41,8 +41,8 @@ SYSTEM = {
 }
 """Nothing is reported home, and every port is on loopback. A replica that answers a killed caller hangs no longer than the third
 one says: its event loop waits for that caller to come back, and Ray's own 60 s would hold up everyone else that it serves. The last
-one but one is for a GCS that is killed while Ray starts, when nobody watches it yet. Arguments of fewer bytes than the last travel in
-the call itself: a group of a few long samples would wait a millisecond for the object store."""
+one but one is for a GCS that is killed while Ray starts, when nobody watches it yet. Arguments that are smaller than the last one
+travel in the call itself: a group of a few long samples would wait a millisecond for the object store."""
 SERVICES = ("gcs_server", "raylet")
 POLL_S = 0.05
 SHUTDOWN_S = 15.0
