@@ -30,6 +30,8 @@ SETTINGS = ("buffer.keep_groups=40", "run.window_steps=20", "engine.script.secon
 LOOKS = 4
 """A life."""
 STOP_S, LIFE_S = 60.0, 1800.0
+STOPPED = 3
+"""Exit code after SIGINT."""
 MB = 2**20
 
 
@@ -57,7 +59,7 @@ def trained(paths: RunPaths) -> int:
 
 def ended(command: Command) -> int:
     done = command.done(STOP_S)
-    if done.code not in (0, 130):
+    if done.code not in (0, STOPPED):
         raise AssertionError(f"the command ended with {done.code}: {done.err[-2000:]}")
     return done.code
 
