@@ -37,10 +37,12 @@ SYSTEM = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_core_worker_rpc_server_reconnect_timeout_s": "3",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
+    "RAY_max_direct_call_object_size": str(2 * 2**20),
 }
 """Nothing is reported home, and every port is on loopback. A replica that answers a killed caller hangs no longer than the third
 one says: its event loop waits for that caller to come back, and Ray's own 60 s would hold up everyone else that it serves. The last
-one is for a GCS that is killed while Ray starts, when nobody watches it yet."""
+one but one is for a GCS that is killed while Ray starts, when nobody watches it yet. Arguments that are smaller than the last one
+travel in the call itself: a group of a few long samples would wait a millisecond for the object store."""
 SERVICES = ("gcs_server", "raylet")
 POLL_S = 0.05
 SHUTDOWN_S = 15.0

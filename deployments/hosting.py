@@ -106,11 +106,10 @@ class StageActor:
         self._started.set_exception(failure)
 
     async def _beat(self) -> None:
-        """Report about once a second. An unreachable buffer is not this stage's failure; being fenced out ends the process."""
+        """Report once the service stands, and then about once a second. An unreachable buffer is not this stage's failure; being
+        fenced out ends the process."""
+        await asyncio.wait({self._started})
         while True:
-            await asyncio.sleep(BEAT_S)
-            if not self._started.done():
-                continue
             try:
                 service = await self.service()
                 await self.report(service)
@@ -119,6 +118,7 @@ class StageActor:
                 os._exit(1)
             except (ConnectionError, TimeoutError, StageFailed) as error:
                 self.log.warning("no report: %s", error)
+            await asyncio.sleep(BEAT_S)
 
     async def report(self, service: Any) -> None:
         await self.buffer.report_stage(self.identified(service.report()))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from ray import serve
-
 from deployments.threads import in_thread
 from pipeline.errors import StageFailed
 
@@ -24,6 +22,8 @@ async def wait_running(app: str, timeout_s: float) -> None:
 
 
 def _running(app: str) -> bool:
+    from ray import serve  # a third of a second that a stage without teachers, when it is replaced, does not spend
+
     overview = serve.status().applications.get(app)
     if overview is None:
         return False

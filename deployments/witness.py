@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.buffer import codec
+from pipeline.buffer import contents
 from pipeline.buffer.api import Attempt
 from pipeline.records import Group
 
@@ -26,7 +26,8 @@ def append_line(path: Path, **facts: Any) -> None:
 
 
 class CommitWitness:
-    """The replay buffer as the evaluator pool sees it. A line follows the acknowledgement of a commit."""
+    """The replay buffer as the evaluator pool sees it: groups travel as they will be stored. A line follows the acknowledgement of
+    a commit, with the digest of what was sent."""
 
     def __init__(self, buffer: Any, path: Path) -> None:
         self._buffer, self._path = buffer, path
@@ -35,8 +36,9 @@ class CommitWitness:
         return getattr(self._buffer, name)
 
     async def commit(self, attempt: Attempt, group: Group) -> bool:
-        new = await self._buffer.commit(attempt, group)
-        digest = codec.digest(codec.encode_group(group))
+        encoded = await contents.encode(group)
+        new = await self._buffer.commit(attempt, encoded)
+        digest = encoded.rows.sha256
         append_line(self._path, ordinal=attempt.ordinal, attempt=attempt.number, epoch=attempt.epoch, sha256=digest)
         return new
 

@@ -29,7 +29,7 @@ POLL_S = 1.0
 class Ledger(Protocol):
     """What a window asks of the replay buffer."""
 
-    async def steps(self) -> dict[str, Any]: ...
+    async def steps(self, after: int = 0) -> dict[str, Any]: ...
     async def set_run(self, state: str, error: str | None = None, **facts: Any) -> None: ...
 
 
@@ -48,9 +48,10 @@ async def run_windows(config: RunConfig, paths: RunPaths, buffer: Ledger, facts:
     """Run every step that is left. Raises StageFailed with the failing stage's own traceback. storage: of Ray Workflow."""
     number = int(facts.get("workflow_number", 0))
     interrupted, lost_at = _interrupted(facts), None
+    done, ended = 0, None
     while True:
-        recorded = await buffer.steps()
-        done, ended = recorded["trained_step"], end_of_data(recorded["results"])
+        recorded = await buffer.steps(done)
+        done, ended = recorded["trained_step"], end_of_data(recorded["results"]) if ended is None else ended
         last_needed = config.trainer.steps if ended is None else min(ended, config.trainer.steps)
         if done >= last_needed and not _evaluation_missing(config, paths, done):
             return

@@ -7,9 +7,12 @@ The buffer knows fields, not stages: a group is ready when its task's `needs` ar
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pipeline.records import Column, Group, Sample
+
+if TYPE_CHECKING:
+    from pipeline.buffer.contents import EncodedGroup
 
 Outcome = Literal["lost", "infra", "data"]
 """How an attempt ended without a commit. `lost`: its worker, cluster or driver died; not a retry."""
@@ -123,8 +126,11 @@ class BufferClient(Protocol):
 
     async def end_attempt(self, attempt: Attempt, outcome: Outcome, reason: str) -> AttemptEnd: ...
 
-    async def commit(self, attempt: Attempt, group: Group) -> bool:
-        """Durable when it returns. True: written now; False: this attempt had been committed before. Raises LateCommit."""
+    async def commit(self, attempt: Attempt, group: Group | EncodedGroup) -> bool:
+        """Durable when it returns. True: written now; False: this attempt had been committed before. Raises LateCommit.
+
+        A caller in another process hands in what `contents.encode` made of the group.
+        """
         ...
 
     async def store_sample(self, attempt: Attempt, sample: Sample) -> None:
@@ -182,10 +188,11 @@ class BufferClient(Protocol):
         """That checkpoint was found torn: retention no longer counts on it. Its groups stay trained."""
         ...
 
-    async def steps(self) -> dict[str, Any]:
+    async def steps(self, after: int = 0) -> dict[str, Any]:
         """`{trained_step, first_open, checkpoint_step, checkpoint_path, results: {step: metrics}, selections: {step: [ordinals]}}`
         where trained_step is the newest recorded step, first_open the first that is not trained or whose rollout has not ended
-        (a workflow that has lost its storage begins there), and selections holds the steps after the last but one checkpoint."""
+        (a workflow that has lost its storage begins there), results holds the steps after `after` (who asks at every step asks
+        for the new ones only), and selections those after the last but one checkpoint."""
         ...
 
     async def status(self) -> dict[str, Any]:

@@ -6,8 +6,11 @@ knows fields by name only, and no stage.
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from dataclasses import dataclass
+
+import numpy as np
 
 from pipeline.buffer import codec, selection
 from pipeline.buffer.api import Attempt, BacklogItem
@@ -17,6 +20,8 @@ from pipeline.errors import DataError, LateCommit, RolloutError
 from pipeline.records import Column, Group, Sample
 
 ROWS = "rows"
+LARGE_TOKENS = 32 * 1024
+"""Groups of more tokens are encoded outside the event loop."""
 
 
 @dataclass(slots=True)
@@ -25,7 +30,8 @@ class Payload:
 
     ordinal: int
     name: str
-    data: bytes
+    data: np.ndarray
+    """uint8: an array crosses to another process of the machine without being copied."""
     sha256: str
     segment: int | None = None
     offset: int | None = None
@@ -33,25 +39,57 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class EncodedColumn:
-    column: Column
+    name: str
+    ordinal: int
+    producer: str
+    digest: str
     payload: Payload
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedGroup:
-    group: Group
+    """A group as it is stored, and what the ledger says of it."""
+
+    ordinal: int
+    step: int
+    attempt: int
+    weight_version: int
+    dataset: str
+    teacher: str | None
+    samples: int
+    tokens: int
+    missing: tuple[str, ...]
+    """Fields that the task needs and the group does not bring along."""
     rows: Payload
     columns: tuple[EncodedColumn, ...]
 
 
+async def encode(group: Group) -> EncodedGroup:
+    """For whoever made the group: the buffer is spared the work, and what travels is one block of bytes."""
+    return encode_group(group) if group.tokens() <= LARGE_TOKENS else await asyncio.to_thread(encode_group, group)
+
+
 def encode_group(group: Group) -> EncodedGroup:
     _check_columns(group)
-    columns = tuple(encode_column(column) for column in group.columns.values())
-    return EncodedGroup(group, _payload(group.ordinal, ROWS, codec.encode_group(group)), columns)
+    task = group.task
+    return EncodedGroup(
+        ordinal=group.ordinal,
+        step=group.step,
+        attempt=group.attempt,
+        weight_version=group.weight_version,
+        dataset=task.dataset,
+        teacher=task.teacher,
+        samples=len(group.samples),
+        tokens=group.tokens(),
+        missing=tuple(name for name in task.needs if name not in group.columns),
+        rows=_payload(group.ordinal, ROWS, codec.encode_group(group)),
+        columns=tuple(encode_column(column) for column in group.columns.values()),
+    )
 
 
 def encode_column(column: Column) -> EncodedColumn:
-    return EncodedColumn(column, _payload(column.ordinal, f"field:{column.name}", codec.encode_column(column)))
+    payload = _payload(column.ordinal, f"field:{column.name}", codec.encode_column(column))
+    return EncodedColumn(column.name, column.ordinal, column.producer, column.digest, payload)
 
 
 def encode_sample(ordinal: int, sample: Sample) -> Payload:
@@ -60,8 +98,7 @@ def encode_sample(ordinal: int, sample: Sample) -> Payload:
 
 def commit(ledger: Ledger, attempt: Attempt, encoded: EncodedGroup) -> bool | Refusal:
     """See BufferClient.commit. Fields that the group brings along are produced in the same transaction."""
-    group = encoded.group
-    named = (group.ordinal, group.attempt)
+    named = (encoded.ordinal, encoded.attempt)
     if named != (attempt.ordinal, attempt.number):
         raise RolloutError(f"group of (ordinal, attempt) {named} committed by attempt {(attempt.ordinal, attempt.number)}")
     row = ledger.ordinal(attempt.ordinal)
@@ -69,30 +106,29 @@ def commit(ledger: Ledger, attempt: Attempt, encoded: EncodedGroup) -> bool | Re
         return False
     if not _current(ledger, row, attempt):
         return _late(ledger, row, attempt)
-    if group.step != row["step"]:
-        raise RolloutError(f"ordinal {group.ordinal} belongs to step {row['step']}, its group says step {group.step}")
-    missing = [name for name in group.task.needs if name not in group.columns]
+    if encoded.step != row["step"]:
+        raise RolloutError(f"ordinal {encoded.ordinal} belongs to step {row['step']}, its group says step {encoded.step}")
     now = ledger.clock()
     ledger.end(row, attempt.number, "committed", None)
     ledger.move(
-        group.ordinal, "running", "written" if missing else "ready", committed=attempt.number, rows_sha256=encoded.rows.sha256,
-        weight_version=group.weight_version, dataset=group.task.dataset, teacher=group.task.teacher, rows=len(group.samples),
-        tokens=group.tokens(), written_at=now,
+        encoded.ordinal, "running", "written" if encoded.missing else "ready", committed=attempt.number,
+        rows_sha256=encoded.rows.sha256, weight_version=encoded.weight_version, dataset=encoded.dataset, teacher=encoded.teacher,
+        rows=encoded.samples, tokens=encoded.tokens, written_at=now,
     )  # fmt: skip
-    ledger.remove_payloads(group.ordinal)  # durable samples of the unfinished group
+    ledger.remove_payloads(encoded.ordinal)  # durable samples of the unfinished group
     _store(ledger, encoded.rows)
     for column in encoded.columns:
         _produce(ledger, column)
-    ledger.db.executemany("INSERT INTO missing VALUES (?, ?)", [(name, group.ordinal) for name in missing])
+    ledger.db.executemany("INSERT INTO missing VALUES (?, ?)", [(name, encoded.ordinal) for name in encoded.missing])
     return True
 
 
 def mark_produced(ledger: Ledger, columns: list[EncodedColumn]) -> dict[int, str]:
-    return {column.column.ordinal: _mark(ledger, column) for column in columns}
+    return {column.ordinal: _mark(ledger, column) for column in columns}
 
 
 def _mark(ledger: Ledger, column: EncodedColumn) -> str:
-    ordinal, name = column.column.ordinal, column.column.name
+    ordinal, name = column.ordinal, column.name
     row = ledger.one("SELECT state FROM ordinals WHERE ordinal = ?", ordinal)
     if row is None or row["state"] in ("pending", "running"):
         return "unknown"
@@ -144,9 +180,8 @@ def _late(ledger: Ledger, row: sqlite3.Row, attempt: Attempt) -> Refusal:
     )
 
 
-def _produce(ledger: Ledger, encoded: EncodedColumn) -> None:
-    column = encoded.column
-    _store(ledger, encoded.payload)
+def _produce(ledger: Ledger, column: EncodedColumn) -> None:
+    _store(ledger, column.payload)
     ledger.db.execute(
         "INSERT INTO fields VALUES (?, ?, ?, ?, ?)",
         (column.ordinal, column.name, column.producer, column.digest, ledger.clock()),
@@ -154,7 +189,7 @@ def _produce(ledger: Ledger, encoded: EncodedColumn) -> None:
 
 
 def _store(ledger: Ledger, payload: Payload) -> None:
-    inline = payload.data if payload.segment is None else None
+    inline = payload.data.tobytes() if payload.segment is None else None
     ledger.db.execute(
         "INSERT OR REPLACE INTO payloads (ordinal, name, sha256, length, segment, offset, data) VALUES (?, ?, ?, ?, ?, ?, ?)",
         (payload.ordinal, payload.name, payload.sha256, len(payload.data), payload.segment, payload.offset, inline),
@@ -162,7 +197,7 @@ def _store(ledger: Ledger, payload: Payload) -> None:
 
 
 def _payload(ordinal: int, name: str, data: bytes) -> Payload:
-    return Payload(ordinal, name, data, codec.digest(data))
+    return Payload(ordinal, name, np.frombuffer(data, np.uint8), codec.digest(data))
 
 
 def _check_columns(group: Group) -> None:

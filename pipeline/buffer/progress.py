@@ -70,7 +70,7 @@ def safe_step(db: sqlite3.Connection) -> int:
     return rows[1]["step"] if len(rows) == 2 else 0
 
 
-def steps(db: sqlite3.Connection) -> dict[str, Any]:
+def steps(db: sqlite3.Connection, after: int) -> dict[str, Any]:
     """See BufferClient.steps."""
     newest = db.execute("SELECT step, path FROM checkpoints ORDER BY step DESC LIMIT 1").fetchone()
     selections = db.execute("SELECT step, ordinals FROM selections WHERE step > ? ORDER BY step", (safe_step(db),))
@@ -79,7 +79,7 @@ def steps(db: sqlite3.Connection) -> dict[str, Any]:
         "first_open": _first_open(db),
         "checkpoint_step": newest["step"] if newest else 0,
         "checkpoint_path": newest["path"] if newest else None,
-        "results": results(db),
+        "results": results(db, after),
         "selections": {row["step"]: json.loads(row["ordinals"]) for row in selections},
     }
 
@@ -95,8 +95,9 @@ def trained_step(db: sqlite3.Connection) -> int:
     return db.execute("SELECT coalesce(max(step), 0) FROM results").fetchone()[0]
 
 
-def results(db: sqlite3.Connection) -> dict[int, dict[str, Any]]:
-    return {row["step"]: json.loads(row["metrics"]) for row in db.execute("SELECT step, metrics FROM results ORDER BY step")}
+def results(db: sqlite3.Connection, after: int) -> dict[int, dict[str, Any]]:
+    rows = db.execute("SELECT step, metrics FROM results WHERE step > ? ORDER BY step", (after,))
+    return {row["step"]: json.loads(row["metrics"]) for row in rows}
 
 
 def report_stage(ledger: Ledger, report: StageReport) -> None:

@@ -31,10 +31,10 @@ def read_live_status(paths: RunPaths) -> dict[str, Any]:
     return found
 
 
-def read_steps(paths: RunPaths) -> dict[int, dict[str, Any]]:
-    """step -> the metrics that training recorded."""
+def read_steps(paths: RunPaths, after: int = 0) -> dict[int, dict[str, Any]]:
+    """step -> the metrics that training recorded, of the steps after `after`."""
     with _snapshot(paths) as db:
-        return progress.results(db)
+        return progress.results(db, after)
 
 
 def read_selections(paths: RunPaths) -> dict[int, list[int]]:

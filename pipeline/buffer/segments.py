@@ -2,12 +2,17 @@
 
 Invariant: a place is handed to the ledger only after `sync`; a file is written by the one writer that created it and never
 again after it was closed, so that a torn tail (of a crash, of a full disk) is bytes that no one refers to.
+
+Records are gathered in a buffer and written past the page cache, where the file system can: rows are read once, much later, and
+filling pages with them costs several times what the disk does.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
+import mmap
 import os
 import struct
 from pathlib import Path
@@ -17,6 +22,9 @@ from pipeline.errors import StoreCorrupt
 
 _HEADER = struct.Struct("<4sQ32s")
 _MAGIC = b"RSG1"
+_BLOCK = 4096
+"""Direct writes begin and end at multiples of it."""
+_GATHERED = 4 * 1024 * 1024
 
 
 class Segments:
@@ -28,34 +36,35 @@ class Segments:
         self._file: int | None = None
         self._number = 0
         self._size = 0
-        self._dirty = False
+        """With what is gathered."""
+        self._synced = 0
+        self._buffer = mmap.mmap(-1, _GATHERED)
+        self._gathered = 0
 
-    def append(self, data: bytes, sha256: str) -> tuple[int, int]:
-        """Write a record; returns (segment, offset). Durable only after `sync`. Raises OSError."""
+    def append(self, data: bytes | memoryview, sha256: str) -> tuple[int, int]:
+        """Take a record; returns (segment, offset). It is there, and durable, only after `sync`. Raises OSError."""
         if self._file is not None and self._size >= self._roll_bytes:
             self._roll()
         if self._file is None:
             self._create()
-        header = _HEADER.pack(_MAGIC, len(data), bytes.fromhex(sha256))
+        offset = self._size
         try:
-            _write_all(self._file, self._size, header)
-            _write_all(self._file, self._size + len(header), data)
+            self._gather(memoryview(_HEADER.pack(_MAGIC, len(data), bytes.fromhex(sha256))))
+            self._gather(memoryview(data))
         except OSError:
             self._abandon()
             raise
-        offset = self._size
-        self._size += len(header) + len(data)
-        self._dirty = True
         return self._number, offset
 
     def sync(self) -> None:
-        if self._file is not None and self._dirty:
+        if self._file is not None and self._size > self._synced:
             try:
+                self._write()
                 os.fdatasync(self._file)
             except OSError:
                 self._abandon()
                 raise
-            self._dirty = False
+            self._synced = self._size
 
     def remove_unused(self, used: set[int]) -> int:
         """Delete whole segments that nothing refers to, except the open one; returns the bytes freed."""
@@ -70,6 +79,26 @@ class Segments:
     def close(self) -> None:
         if self._file is not None:
             self._roll()
+
+    def _gather(self, view: memoryview) -> None:
+        while view:
+            part = view[: _GATHERED - self._gathered]
+            self._buffer[self._gathered : self._gathered + len(part)] = part
+            self._gathered += len(part)
+            self._size += len(part)
+            view = view[len(part) :]
+            if self._gathered == _GATHERED:
+                self._write()
+
+    def _write(self) -> None:
+        """What is gathered, filled up with zeros to a whole block."""
+        assert self._file is not None
+        start, padding = self._size - self._gathered, -self._gathered % _BLOCK
+        end = self._gathered + padding
+        self._buffer[self._gathered : end] = bytes(padding)
+        with memoryview(self._buffer) as whole:
+            _write_all(self._file, start, whole[:end])
+        self._size, self._gathered = start + end, 0
 
     def _roll(self) -> None:
         self.sync()
@@ -86,14 +115,16 @@ class Segments:
                 self._file = os.open(segment_path(self._folder, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             except FileExistsError:
                 continue
-        self._number, self._size, self._dirty = number, 0, False
+        _past_the_page_cache(self._file)
+        self._number, self._size, self._synced, self._gathered = number, 0, 0, 0
         sync(self._folder)
 
     def _abandon(self) -> None:
-        """After a failed write or sync the file's tail cannot be trusted: cut it, and go on in a new file."""
+        """After a failed write or sync what follows the last sync cannot be trusted, and nobody refers to it: cut it off, and go on
+        in a new file."""
         assert self._file is not None
         try:
-            os.ftruncate(self._file, self._size)
+            os.ftruncate(self._file, self._synced)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
                 raise
@@ -126,8 +157,16 @@ def read_record(folder: Path, number: int, offset: int, length: int, sha256: str
     return data
 
 
-def _write_all(file: int, offset: int, data: bytes) -> None:
-    view = memoryview(data)
+def _past_the_page_cache(file: int) -> None:
+    """Of a file system that keeps its files in memory, or knows no direct writes, nothing is asked."""
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | getattr(os, "O_DIRECT", 0))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+
+
+def _write_all(file: int, offset: int, view: memoryview) -> None:
     while view:
         written = os.pwrite(file, view, offset)
         view, offset = view[written:], offset + written

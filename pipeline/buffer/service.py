@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from pipeline.buffer import contents, ledger, progress, reader, retrieval, selection
 from pipeline.buffer.api import Assignment, Attempt, AttemptEnd, BacklogItem, Outcome, Selection, StageReport
+from pipeline.buffer.contents import EncodedGroup
 from pipeline.buffer.filesystem import mounts, refuse_network_fs
 from pipeline.buffer.group_commit import GroupCommit
 from pipeline.buffer.ledger import Ledger
@@ -29,9 +30,6 @@ from pipeline.paths import RunPaths
 from pipeline.records import Column, Group, Sample
 
 T = TypeVar("T")
-
-LARGE_TOKENS = 32 * 1024
-"""Groups of more tokens are encoded outside the event loop."""
 
 
 class BufferService:
@@ -117,11 +115,14 @@ class BufferService:
     async def end_attempt(self, attempt: Attempt, outcome: Outcome, reason: str) -> AttemptEnd:
         return await self._write(lambda led: ledger.end_attempt(led, attempt, outcome, reason))
 
-    async def commit(self, attempt: Attempt, group: Group) -> bool:
+    async def commit(self, attempt: Attempt, group: Group | EncodedGroup) -> bool:
         call = object()
         self._committing[call] = asyncio.get_running_loop().time()
         try:
-            encoded = await self._encode(partial(contents.encode_group, group), group.tokens())
+            if isinstance(group, Group):
+                encoded = await self._encode(partial(contents.encode_group, group), group.tokens())
+            else:
+                encoded = group
             payloads = [encoded.rows, *(column.payload for column in encoded.columns)]
             new = await self._writer.submit(lambda led: contents.commit(led, attempt, encoded), payloads)
         finally:
@@ -170,8 +171,8 @@ class BufferService:
     async def forget_checkpoint(self, checkpoint_step: int) -> None:
         await self._write(lambda led: progress.forget_checkpoint(led, checkpoint_step))
 
-    async def steps(self) -> dict[str, Any]:
-        return await self._read(progress.steps)
+    async def steps(self, after: int = 0) -> dict[str, Any]:
+        return await self._read(lambda db: progress.steps(db, after))
 
     async def gc(self) -> dict[str, int]:
         """Retention now; `mark_trained` does the same. `{groups, bytes}`: groups whose rows went, bytes of segments freed."""
@@ -218,7 +219,7 @@ class BufferService:
         return await self._off_loop(self._read_pool, partial(_in_snapshot, self._reads, query))
 
     async def _encode(self, encode: Callable[[], T], tokens: int) -> T:
-        return encode() if tokens <= LARGE_TOKENS else await self._off_loop(self._encode_pool, encode)
+        return encode() if tokens <= contents.LARGE_TOKENS else await self._off_loop(self._encode_pool, encode)
 
     async def _off_loop(self, pool: ThreadPoolExecutor | None, call: Callable[[], T]) -> T:
         if not self._threaded:

@@ -122,7 +122,7 @@ class Store:
         limit = self._ledger.settings.inline_bytes
         for payload in (payload for job in jobs for payload in job.payloads):
             if len(payload.data) > limit:
-                payload.segment, payload.offset = self._segments.append(payload.data, payload.sha256)
+                payload.segment, payload.offset = self._segments.append(payload.data.data, payload.sha256)
         self._segments.sync()
 
     def _transact(self, jobs: Sequence[Job]) -> list[Outcome]:

@@ -134,10 +134,8 @@ def _teacher_calls(shape: str, device: str) -> dict[str, Any]:
 
 
 def _buffer(root: Path) -> dict[str, Any]:
-    import asyncio
-
-    from pipeline.bench.buffer import figures
+    """On the disk that runs lie on."""
+    from deployments.bench import figures
 
     with _folder(root) as folder:
-        found = asyncio.run(figures(folder))
-    return {"figures": found, "notes": ["in this process, without an actor; against the package TransferQueue: not measured here"]}
+        return figures(folder)

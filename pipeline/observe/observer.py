@@ -38,7 +38,7 @@ class Readable(Protocol):
     """The two calls of buffer.api.BufferClient that the observer makes."""
 
     async def status(self) -> dict[str, Any]: ...
-    async def steps(self) -> dict[str, Any]: ...
+    async def steps(self, after: int = 0) -> dict[str, Any]: ...
 
 
 class Observer:
@@ -64,8 +64,9 @@ class Observer:
         self._timeline = TimelineWriter(timeline_path(paths), clock() if started_at is None else started_at)
         self._display = display(stream or sys.stderr, config.rollout.tasks_per_step) if config.observe.bars else None
         self._status: dict[str, Any] = {}
-        self._synced_step: int | None = None
-        self._results: dict[int, dict[str, Any]] = {}
+        self._read_step = 0
+        self._newest: dict[str, Any] = {}
+        """The result of `_read_step`."""
         self._evaluations: list[Evaluation] = []
         self._evaluated_at = float("-inf")
         self._read_at = clock()
@@ -75,6 +76,8 @@ class Observer:
         """Those that could be opened."""
         for name in config.observe.trackers:
             self._guard(name, lambda name=name: self._trackers.update({name: open_tracker(name, paths, config)}))
+        self._untold: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in self._trackers}
+        """Results that a tracker has not been told."""
 
     async def run(self) -> None:
         """Never returns. Raises StageFailed; see the module's invariant."""
@@ -93,7 +96,7 @@ class Observer:
             self._status = await self._last(self._buffer.status if asks else None, read_status, self._status)
             if state is not None:
                 self._status = {**self._status, "state": state, "error": error}
-            self._sync(await self._last(self._results_of_buffer if asks else None, read_steps, self._results))
+            self._sync(await self._last(self._new_results if asks else None, self._read_new_results, {}))
             self._evaluated_at = float("-inf")
             self._draw(self._status, last=True)
             summary = {**build_summary(self._paths, self._status), "observer_errors": dict(self.errors)}
@@ -106,14 +109,13 @@ class Observer:
     async def _observe(self) -> None:
         try:
             self._status = await asyncio.wait_for(self._buffer.status(), CALL_S)
-            if self._status.get("step") != self._synced_step:
-                self._results = await asyncio.wait_for(self._results_of_buffer(), CALL_S)
+            trained = self._status.get("step") != self._read_step
+            results = await asyncio.wait_for(self._new_results(), CALL_S) if trained else {}
         except Exception as error:
             self._unreadable(error)
             return
         self._read_at = self._clock()
-        self._sync(self._results)
-        self._synced_step = self._status.get("step")
+        self._sync(results)
         self._draw(self._status)
 
     def _unreadable(self, error: Exception) -> None:
@@ -138,12 +140,19 @@ class Observer:
             self._count("ledger", error)
         return known
 
-    async def _results_of_buffer(self) -> dict[int, dict[str, Any]]:
-        return (await self._buffer.steps())["results"]
+    async def _new_results(self) -> dict[int, dict[str, Any]]:
+        return (await self._buffer.steps(self._read_step))["results"]
+
+    def _read_new_results(self, paths: RunPaths) -> dict[int, dict[str, Any]]:
+        return read_steps(paths, self._read_step)
 
     def _sync(self, results: dict[int, dict[str, Any]]) -> None:
-        self._results = {int(step): metrics for step, metrics in results.items()}
-        self._must(lambda: self._metrics.sync(self._results), "metrics.jsonl")
+        self._must(lambda: self._metrics.sync(results), "metrics.jsonl")
+        if results:
+            self._read_step = max(results)
+            self._newest = results[self._read_step]
+        for untold in self._untold.values():
+            untold |= results
 
     def _draw(self, status: dict[str, Any], last: bool = False) -> None:
         now = self._clock()
@@ -152,26 +161,26 @@ class Observer:
             self._evaluated_at = now
             self._guard("evaluations", self._read_evaluations)
         for name, tracker in self._trackers.items():
-            self._guard(name, lambda tracker=tracker: self._track(tracker, now))
+            self._guard(name, lambda name=name, tracker=tracker: self._track(name, tracker, now))
         if self._display is not None:
             self._guard("bars", lambda: self._display.update(status, self._figures(), now))
 
     def _read_evaluations(self) -> None:
         self._evaluations = student_evaluations(self._paths.details)
 
-    def _track(self, tracker: Tracker, now: float) -> None:
-        written = [tracker.add("train", step, self._results[step], now) for step in sorted(self._results)]
+    def _track(self, name: str, tracker: Tracker, now: float) -> None:
+        written = [tracker.add("train", step, result, now) for step, result in sorted(self._untold[name].items())]
         for item in self._evaluations:
             accuracies = {f"{name}/accuracy": score.accuracy for name, score in item.datasets.items()}
             written.append(tracker.add("eval", item.step or 0, {"accuracy": item.overall.accuracy, **accuracies}, now))
         if any(written):
             tracker.flush()
+        self._untold[name] = {}
 
     def _figures(self) -> dict[str, float | None]:
         """What stands beside the step bar."""
-        newest = self._results[max(self._results)] if self._results else {}
         accuracy = self._evaluations[-1].overall.accuracy if self._evaluations else None
-        return {"accuracy": accuracy, "loss": figure(newest, "loss"), "reward": figure(newest, "reward_mean")}
+        return {"accuracy": accuracy, "loss": figure(self._newest, "loss"), "reward": figure(self._newest, "reward_mean")}
 
     async def _write_report(self) -> None:
         from pipeline.observe.report import write_report  # matplotlib: only at the end

@@ -294,7 +294,7 @@ class TrainerService:
     async def _recorded(self, step: int) -> dict[str, Any]:
         if self._newest is not None and self._newest["step"] == step:
             return self._newest
-        return _by_step((await self._ask(self._buffer.steps()))["results"])[step]
+        return _by_step((await self._ask(self._buffer.steps(step - 1)))["results"])[step]
 
     # -- start ------------------------------------------------------------------------------------------------------
 

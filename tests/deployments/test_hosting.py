@@ -139,10 +139,26 @@ async def test_reports_carry_the_actors_name_and_survive_an_unreachable_buffer(m
     actor = make(Stage, buffer)
     await actor.ready()
     await asyncio.sleep(6.5)
-    assert len(buffer.reports) == 3
+    assert len(buffer.reports) == 4
     report = buffer.reports[-1]
     assert (report.stage, report.actor, report.finished) == ("stage", "r:stage", 2)
     assert report.pid == await actor.ping()
+
+
+@pytest.mark.looptime
+async def test_a_stage_that_was_replaced_reports_as_soon_as_it_stands(make):
+    class Slow(Stage):
+        async def build(self) -> Service:
+            await asyncio.sleep(3.4)
+            return Service()
+
+    buffer = Buffer()
+    actor = make(Slow, buffer)
+    await asyncio.sleep(3.3)
+    assert buffer.reports == [], "nothing stands yet"
+    await actor.ready()
+    await asyncio.sleep(0.1)
+    assert len(buffer.reports) == 1
 
 
 @pytest.mark.looptime

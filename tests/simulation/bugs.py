@@ -178,7 +178,7 @@ def makes_a_group_ready_again_when_its_column_is_repeated() -> list[Any]:
     def repeated(led: Any, column: Any) -> str:
         answer = mark(led, column)
         if answer in ("repeated", "late"):
-            led.db.execute("UPDATE ordinals SET state = 'ready' WHERE ordinal = ?", (column.column.ordinal,))
+            led.db.execute("UPDATE ordinals SET state = 'ready' WHERE ordinal = ?", (column.ordinal,))
         return answer
 
     return [patch.object(contents, "_mark", repeated)]

@@ -31,13 +31,16 @@ class Played:
         self.lose = lose
         self.paths, self.trained, self.ends_at, self.resumable, self.unclosed = paths, trained, ends_at, resumable, unclosed
         self.facts: list[list[int]] = []
+        self.after: list[int] = []
         self.ran: list[tuple[int, int, int]] = []
         self.resumed: list[str] = []
         self.deleted: list[str] = []
         self.evaluated_before: list[int] = []
 
-    async def steps(self) -> dict:
-        results = {step: {"end_of_data": self.ends_at is not None and step >= self.ends_at} for step in range(1, self.trained + 1)}
+    async def steps(self, after: int = 0) -> dict:
+        self.after.append(after)
+        ended = self.ends_at or self.trained + 1
+        results = {step: {"end_of_data": step >= ended} for step in range(after + 1, self.trained + 1)}
         first_open = self.unclosed or self.trained + 1
         return {"trained_step": self.trained, "first_open": first_open, "results": results}
 
@@ -96,6 +99,7 @@ async def test_a_run_goes_on_window_by_window_and_removes_what_is_done(paths, mo
     assert played.deleted == ["run.r1", "run.r2", "run.r3"]
     assert played.evaluated_before == [0], "no node runs in two windows"
     assert played.resumed == []
+    assert played.after == [0, 0, 40, 80], "each result is read once"
 
 
 async def test_an_interrupted_window_is_resumed_under_its_id(paths, monkeypatch):

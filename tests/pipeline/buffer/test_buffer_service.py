@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 
 import pytest
 
+from pipeline.buffer import contents
 from pipeline.buffer.api import AttemptEnd, StageReport
 from pipeline.errors import AttemptRefused, CapacityFull, DataError, LateCommit, NotSelectable, RolloutError
 from pipeline.records import GROUP_STATES
@@ -306,6 +308,20 @@ async def test_finished_samples_of_an_unfinished_group_are_kept(buffer):
     assert await buffer.stored_samples(0) == []
 
 
+async def test_a_group_may_be_encoded_where_it_was_made_and_travels_in_one_block(buffer):
+    await buffer.assign(1, 2, None)
+    attempts = [await buffer.start_attempt(ordinal, 0, "w") for ordinal in range(2)]
+    encoded = await contents.encode(make_group(attempts[0], 1, NEEDS, samples=8, tokens=2000))
+    blocks: list[pickle.PickleBuffer] = []
+    travelling = pickle.dumps(encoded, 5, buffer_callback=blocks.append)
+    assert len(blocks) == 1 and len(travelling) < 2000
+    assert await buffer.commit(attempts[0], pickle.loads(travelling, buffers=blocks)) is True
+    assert await buffer.commit(attempts[0], encoded) is False
+    assert same(await buffer.read([0], True), [make_group(attempts[0], 1, NEEDS, samples=8, tokens=2000)])
+    with pytest.raises(RolloutError, match="committed by attempt"):
+        await buffer.commit(attempts[1], encoded)
+
+
 async def test_a_wrong_group_is_refused_and_does_not_hurt_its_neighbours(buffer):
     await buffer.assign(1, 3, None)
     attempts = [await buffer.start_attempt(ordinal, 0, "w") for ordinal in range(3)]
@@ -319,7 +335,9 @@ async def test_a_wrong_group_is_refused_and_does_not_hurt_its_neighbours(buffer)
 async def test_training_results_are_recorded_once(buffer):
     await buffer.record_step(1, {"loss": 1.0})
     await buffer.record_step(1, {"loss": 2.0})
-    assert (await buffer.steps())["results"] == {1: {"loss": 1.0}}
+    await buffer.record_step(2, {"loss": 0.5})
+    assert (await buffer.steps())["results"] == {1: {"loss": 1.0}, 2: {"loss": 0.5}}
+    assert (await buffer.steps(1))["results"] == {2: {"loss": 0.5}}
 
 
 async def test_steps_tell_what_a_resume_replays(buffer):

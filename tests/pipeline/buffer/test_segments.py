@@ -14,6 +14,12 @@ from pipeline.errors import StoreCorrupt
 
 
 def put(store: Segments, data: bytes):
+    place = take(store, data)
+    store.sync()
+    return place
+
+
+def take(store: Segments, data: bytes):
     sha256 = hashlib.sha256(data).hexdigest()
     number, offset = store.append(data, sha256)
     return number, offset, len(data), sha256
@@ -22,7 +28,7 @@ def put(store: Segments, data: bytes):
 def test_records_are_read_back_across_rotation(tmp_path):
     store = Segments(tmp_path, roll_bytes=1000)
     data = [bytes([i]) * 400 for i in range(10)]
-    places = [put(store, item) for item in data]
+    places = [take(store, item) for item in data]
     store.sync()
     assert [bytes(read_record(tmp_path, *place)) for place in places] == data
     assert len(list(tmp_path.glob("*.seg"))) > 2
@@ -30,7 +36,7 @@ def test_records_are_read_back_across_rotation(tmp_path):
 
 def test_a_torn_tail_hurts_only_itself_and_no_writer_appends_to_it(tmp_path):
     store = Segments(tmp_path, 1 << 20)
-    whole, torn = put(store, b"a" * 500), put(store, b"b" * 500)
+    whole, torn = take(store, b"a" * 500), take(store, b"b" * 500)
     store.close()
     os.truncate(segment_path(tmp_path, torn[0]), torn[1] + 300)
     later = put(Segments(tmp_path, 1 << 20), b"c" * 500)
@@ -61,30 +67,42 @@ def test_two_writers_never_share_a_file(tmp_path):
     assert [bytes(read_record(tmp_path, *place)) for place in places] == [bytes([i]) * 100 for i in range(4)]
 
 
-def test_after_a_full_disk_earlier_records_stand_and_later_ones_are_written(tmp_path, monkeypatch):
+def test_after_a_full_disk_what_was_synced_stands_and_later_records_are_written(tmp_path, monkeypatch):
     store = Segments(tmp_path, 1 << 20)
     before = put(store, b"a" * 500)
+    size = segment_path(tmp_path, before[0]).stat().st_size
     real, calls = os.pwrite, []
 
     def full(file, data, offset):
         calls.append(offset)
         if len(calls) == 1:
-            return real(file, data[:20], offset)
+            return real(file, data[:4096], offset)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(segments.os, "pwrite", full)
     with pytest.raises(OSError, match="No space"):
-        put(store, b"b" * 500)
+        put(store, b"b" * 5000)
     monkeypatch.undo()
     after = put(store, b"c" * 500)
-    store.sync()
     assert bytes(read_record(tmp_path, *before)) == b"a" * 500
     assert bytes(read_record(tmp_path, *after)) == b"c" * 500
-    assert segment_path(tmp_path, before[0]).stat().st_size == before[1] + 44 + 500
+    assert segment_path(tmp_path, before[0]).stat().st_size == size, "the torn record is cut off"
+    assert after[0] != before[0]
+
+
+def test_records_larger_than_what_is_gathered_and_many_of_one_sync(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "_GATHERED", 8192)
+    store = Segments(tmp_path, 1 << 20)
+    data = [os.urandom(size) for size in (8192 - 44, 1, 30_000, 4096, 0, 8192)]
+    places = [take(store, item) for item in data]
+    store.sync()
+    places.append(put(store, b"later"))
+    assert [bytes(read_record(tmp_path, *place)) for place in places] == [*data, b"later"]
 
 
 def test_unused_segments_are_deleted_whole_but_never_the_open_one(tmp_path):
     store = Segments(tmp_path, roll_bytes=100)
     places = [put(store, bytes([i]) * 200) for i in range(4)]
-    assert store.remove_unused({places[1][0]}) == 2 * (200 + 44)
+    size = segment_path(tmp_path, places[0][0]).stat().st_size
+    assert store.remove_unused({places[1][0]}) == 2 * size > 0
     assert {int(path.stem) for path in tmp_path.glob("*.seg")} == {places[1][0], places[3][0]}

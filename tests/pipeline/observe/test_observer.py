@@ -24,6 +24,7 @@ class Ledger:
         self.hangs = False
         self.state = "running"
         self.calls = {"status": 0, "steps": 0}
+        self.after: list[int] = []
 
     def step(self):
         return int(asyncio.get_running_loop().time() - self.began) if hasattr(self, "began") else self._begin()
@@ -43,8 +44,10 @@ class Ledger:
     async def status(self):
         return await self._answer("status", status(self.step(), state=self.state))
 
-    async def steps(self):
-        return await self._answer("steps", {"results": results(self.step())})
+    async def steps(self, after=0):
+        self.after.append(after)
+        new = {step: metrics for step, metrics in results(self.step()).items() if step > after}
+        return await self._answer("steps", {"results": new})
 
 
 @pytest.fixture
@@ -94,6 +97,12 @@ async def test_results_are_asked_for_only_when_a_step_was_trained(paths):
     ledger.step = lambda: 3
     await run_for(observer, 10.5)
     assert ledger.calls == {"status": 11, "steps": 1}
+
+
+async def test_only_new_results_are_asked_for(paths):
+    observer = make(paths, ledger := Ledger())
+    await run_for(observer, 30.5)
+    assert ledger.after == list(range(30)), "what a step costs does not grow with the steps before it"
 
 
 async def test_a_buffer_that_restarts_is_waited_for_and_counted(paths):
