@@ -5,6 +5,7 @@ One event holds all scalars of a step, so a step is in the files whole or not at
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,16 @@ class TensorboardWriter:
 
 def read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
     """(tag, step, value) of every event file in the folder, in the order written; a torn tail ends its file."""
-    for path in sorted(folder.glob("events.out.tfevents.*")):
+    for path in sorted(folder.glob("events.out.tfevents.*"), key=_age):
         for data in RawEventFileLoader(str(path)).Load():
             event = Event.FromString(data)
             for value in event.summary.value:
                 yield value.tag, event.step, value.simple_value
+
+
+def _age(path: Path) -> list[int]:
+    """The second in which a file was begun, and, within a process, its number: these are numbers in the name, of any width."""
+    return [int(number) for number in re.findall(r"\d+", path.name)]
 
 
 def _written(folder: Path) -> set[tuple[str, int]]:

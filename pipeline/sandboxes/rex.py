@@ -92,7 +92,7 @@ class RexSandbox:
         with tempfile.TemporaryDirectory() as aside:
             packed = Path(aside) / "contents.tar"
             await to_its_end(asyncio.to_thread(_pack, contents, packed))
-            await self._ask(self._runtime.upload(UploadRequest(source_path=str(packed), target_path=archive)))
+            await self._ask(lambda runtime: runtime.upload(UploadRequest(source_path=str(packed), target_path=archive)))
         await self._inside("unpack", self._folder, archive)
 
     async def run(
@@ -115,7 +115,7 @@ class RexSandbox:
             "nonce": nonce,
         }
         path = f"{self._folder}/calls/{call}"
-        await self._ask(self._runtime.write_file(WriteFileRequest(path=f"{path}.json", content=json.dumps(request))))
+        await self._ask(lambda runtime: runtime.write_file(WriteFileRequest(path=f"{path}.json", content=json.dumps(request))))
         await self._inside("begin", self._folder, call)
         result = await self._result(f"{path}.result", timeout_s + END_S)
         if result.pop("nonce", None) != nonce:
@@ -157,6 +157,7 @@ class RexSandbox:
 
     @property
     def _runtime(self) -> AbstractRuntime:
+        """Raises what swe-rex raises once the deployment is stopped."""
         assert self._deployment is not None
         return self._deployment.runtime
 
@@ -169,7 +170,7 @@ class RexSandbox:
         clock = asyncio.get_running_loop().time
         deadline, pause = clock() + bound_s, POLL_S
         while clock() < deadline:
-            found = await self._ask(self._runtime.execute(Command(command=["cat", path], timeout=CALL_S)))
+            found = await self._ask(lambda runtime: runtime.execute(Command(command=["cat", path], timeout=CALL_S)))
             if found.exit_code == 0:
                 return json.loads(found.stdout)
             self._check_open()
@@ -182,15 +183,17 @@ class RexSandbox:
             raise SandboxError(f"sandbox {self.lease.name} is closed")
 
     async def _inside(self, *arguments: str) -> None:
-        done = await self._ask(self._runtime.execute(Command(command=["python3", "-c", PROGRAM, *arguments], timeout=CALL_S)))
+        done = await self._ask(
+            lambda runtime: runtime.execute(Command(command=["python3", "-c", PROGRAM, *arguments], timeout=CALL_S))
+        )
         if done.exit_code != 0:
             lines = done.stderr.strip().splitlines()
             raise SandboxError(f"sandbox {self.lease.name}: {arguments[0]}: {lines[-1] if lines else f'exit {done.exit_code}'}")
 
-    async def _ask(self, answer: Awaitable[T]) -> T:
+    async def _ask(self, call: Callable[[AbstractRuntime], Awaitable[T]]) -> T:
         try:
             async with asyncio.timeout(CALL_S):
-                return await answer
+                return await call(self._runtime)
         except Exception as error:
             raise SandboxError(f"sandbox {self.lease.name}: its server fails: {root_cause(error)}") from error
 

@@ -21,8 +21,8 @@ from pipeline.buffer.reader import read_status
 from pipeline.buffer.schema import create_run, open_reader
 from pipeline.buffer.service import BufferService
 from pipeline.buffer.settings import BufferSettings
-from pipeline.cli.runs import create_run_folder, load_run
-from pipeline.config.loading import load
+from pipeline.cli.runs import create_run_folder
+from pipeline.config.loading import load, read_config
 from pipeline.engines.fixed_cost import FixedCostTeacher
 from pipeline.engines.opening import open_student
 from pipeline.engines.renderer import ChatRenderer
@@ -65,7 +65,7 @@ class Life:
     """One life of the run's stages, from its folder. The steps' edges are those of the workflow."""
 
     def __init__(self, paths: RunPaths) -> None:
-        self._config, self._paths = load_run(paths), paths
+        self._config, self._paths = read_config(paths.config).config, paths
         self._began = time.perf_counter()
         self.resumed_s = 0.0
         """Until the first new group was committed."""
@@ -195,10 +195,10 @@ class TestWhatDoesNotGrow:
         assert max(seen["folders"] for seen in looks) <= 2 + 1 + 3, "checkpoints, one of them on its way, and weights"
         with closing(open_reader(paths.database)) as db:
             rows = db.execute("SELECT count(*) FROM payloads WHERE name = 'rows'").fetchone()[0]
-        config = load_run(paths)
+        config = read_config(paths.config).config
         assert rows <= KEPT_GROUPS + config.rollout.tasks_per_step * 2 * config.trainer.save_every
 
     def test_everything_was_trained_once(self, soaked):
-        found, tasks = read_status(soaked[2]), load_run(soaked[2]).rollout.tasks_per_step
+        found, tasks = read_status(soaked[2]), read_config(soaked[2].config).config.rollout.tasks_per_step
         assert (found["step"], found["ordinals"]["trained"], found["ordinals"]["fetched"]) == (STEPS, STEPS * tasks, STEPS * tasks)
         assert found["attempts"]["regenerated"] == 0

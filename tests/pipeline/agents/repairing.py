@@ -38,7 +38,7 @@ DOWN = {
     "test_command": "python3 -m unittest -q",
 }
 MEND = "sed -i 's/x + 1/x - 1/' a.py"
-PROGRAM = str(Path(__file__).with_name("program_standin.py"))
+PROGRAM = str(Path(__file__).parents[2] / "programs" / "program_standin.py")
 append, forget, retry, fail, silent, hang = (
     partial(Scaffold, (sys.executable, PROGRAM, how)) for how in ("append", "forget", "retry", "fail", "silent", "hang")
 )

@@ -127,7 +127,7 @@ async def serving(app: Any) -> AsyncIterator[str]:
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        server.should_exit = server.force_exit = True
         await task
 
 
