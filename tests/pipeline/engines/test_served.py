@@ -215,7 +215,7 @@ async def test_abort_starts_running_calls_again_on_the_new_weights(folder: Path,
 async def test_a_version_that_is_never_published_is_a_swap_time_out(folder: Path, tmp_path: Path) -> None:
     weights = WeightStore(tmp_path / "weights")
     publish(weights, 1, folder)
-    async with standin(folder) as server, served(folder, server, weights=weights, swap_timeout_s=2.0) as engine:
+    async with standin(folder) as server, served(folder, server, weights=weights, swap_timeout_s=0.5) as engine:
         await engine.generate(requests(folder, 1), Version(1))
         with pytest.raises(SwapTimeout, match="at least 4.*newest published 1"):
             await engine.generate(requests(folder, 1), Version(4))
