@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,9 @@ async def test_a_question_that_is_asked_again_drops_its_first_answer_alone(tmp_p
         ({"max_seconds": 8}, [block("sleep 30"), block("sleep 31")], "agent_timeout"),
     ],
 )
-async def test_what_ends_an_episode_ends_the_program(tmp_path: Path, stopping: dict[str, Any], lines: list[str], reason: str):
+async def test_what_ends_an_episode_ends_the_program(
+    tmp_path: Path, programs, stopping: dict[str, Any], lines: list[str], reason: str
+):
     sample, _ = await world_of(tmp_path, "append", **stopping).play(*lines)
     assert (sample.status, sample.finish_reason, sample.reward) == ("ok", reason, 0.0)
     assert not programs()
@@ -103,7 +106,7 @@ async def test_a_program_that_fails_or_never_asks_is_no_sample(tmp_path: Path, h
     assert not sample.loss_mask.any()
 
 
-async def test_a_program_that_hangs_goes_with_all_that_it_started(tmp_path: Path):
+async def test_a_program_that_hangs_goes_with_all_that_it_started(tmp_path: Path, programs):
     sample, _ = await world_of(tmp_path, "hang", max_seconds=5).play(LOOK)
     assert (sample.finish_reason, sample.reward, len(sample.token_ids)) == ("agent_timeout", 0.0, 0)
     assert not programs() and not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "8181"]]
@@ -135,6 +138,8 @@ def test_an_answer_of_which_a_part_is_left_is_context():
     assert (trajectory.token_ids, trajectory.loss_mask, trajectory.versions) == ([1, 2, 3], [0, 0, 0], [-1, -1, -1])
 
 
-def programs() -> list[psutil.Process]:
-    """Below this process: other tests may run beside these."""
-    return psutil.Process().children(recursive=True)
+@pytest.fixture
+def programs() -> Callable[[], list[psutil.Process]]:
+    """What lives below this process and did not before the test."""
+    before = set(psutil.Process().children(recursive=True))
+    return lambda: [process for process in psutil.Process().children(recursive=True) if process not in before]
