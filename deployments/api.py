@@ -137,6 +137,11 @@ def _models(api: FastAPI, front: Front) -> None:
         """The live model and the checkpoints of its run."""
         return await front.models()
 
+    @api.get("/v1/models/{name:path}", tags=["models"])
+    async def model(name: str) -> dict[str, Any]:
+        """One of them."""
+        return await front.model(name)
+
     @api.post("/v1/completions", tags=["models"], response_model=Reply, responses=STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Any:
         """Complete a text or token ids."""

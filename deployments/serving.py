@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 
 from deployments.threads import in_thread
 from pipeline.errors import StageFailed
 
 POLL_S = 0.2
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+log = logging.getLogger(__name__)
 DEAD = ("DEPLOY_FAILED", "UNHEALTHY")
 
 
@@ -28,6 +32,13 @@ def _running(app: str) -> bool:
     if overview is None:
         return False
     if overview.status in DEAD:
-        messages = [overview.message, *(deployment.message for deployment in overview.deployments.values())]
-        raise StageFailed(app, " ".join(filter(None, messages)) or str(overview.status))
+        messages = [deployment.message for deployment in overview.deployments.values() if deployment.message]
+        log.error("%s: %s\n%s", app, overview.message, "\n".join(messages))
+        raise StageFailed(app, _reason([overview.message, *messages]) or str(overview.status))
     return overview.status == "RUNNING"
+
+
+def _reason(messages: list[str]) -> str:
+    """The last line of the last message: Serve tells a replica's failure by its traceback, coloured."""
+    lines = [line.strip() for message in messages for line in COLOUR.sub("", message).splitlines() if line.strip()]
+    return lines[-1] if lines else ""

