@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import ray
 from ray import workflow
+from ray.workflow.exceptions import WorkflowError
 
 from deployments.threads import in_thread
 from pipeline.config.schema import RunConfig
@@ -75,7 +76,7 @@ async def run_windows(config: RunConfig, paths: RunPaths, buffer: Ledger, facts:
                 lost_at, interrupted = done, window
                 continue
         interrupted = None
-        await in_thread(workflow.delete, window.workflow_id(paths.run_id))
+        await _forget(window.workflow_id(paths.run_id))
 
 
 def end_of_data(results: dict[int, dict[str, Any]]) -> int | None:
@@ -104,8 +105,19 @@ async def _run(window: Window, config: RunConfig, run_id: str, storage: Path, ev
     graph = dag.window(config, run_id, window.first, window.last, evaluate_before)
     identity = window.workflow_id(run_id)
     started = time.time()
-    reference = await in_thread(workflow.run_async, graph, workflow_id=identity)
+    try:
+        reference = await in_thread(workflow.run_async, graph, workflow_id=identity)
+    except ray.exceptions.RayError as error:
+        raise _NoStageFailed(f"workflow {identity} was not begun: {_last_line(error)}") from error
     await _ended(reference, storage, identity, started)
+
+
+async def _forget(identity: str) -> None:
+    """Of an ended window nothing is needed; what cannot be removed now is no reason to stop."""
+    try:
+        await in_thread(workflow.delete, identity)
+    except ray.exceptions.RayError as error:
+        log.warning("workflow %s is left in its storage", identity, exc_info=error)
 
 
 async def _resumed(window: Window, run_id: str, storage: Path) -> bool:
@@ -115,7 +127,7 @@ async def _resumed(window: Window, run_id: str, storage: Path) -> bool:
     try:
         reference = await in_thread(workflow.resume_async, identity)
         await _ended(reference, storage, identity, started)
-    except (_NoStageFailed, ray.exceptions.RayError, workflow.WorkflowExecutionError, OSError, ValueError) as error:
+    except (_NoStageFailed, ray.exceptions.RayError, WorkflowError, OSError, ValueError) as error:
         log.warning("workflow %s cannot be resumed; a new one starts from the ledger", identity, exc_info=error)
         return False
     return True
@@ -135,8 +147,12 @@ async def _ended(reference: ray.ObjectRef, storage: Path, identity: str, started
     except ray.exceptions.RayError as error:
         failure = await in_thread(_node_failure, storage, identity, started)
         if failure is None:
-            raise _NoStageFailed(f"workflow {identity}: {str(error).strip().splitlines()[-1]}") from error
+            raise _NoStageFailed(f"workflow {identity}: {_last_line(error)}") from error
         raise failure from failure.__cause__
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1]
 
 
 def _node_failure(storage: Path, identity: str, started: float) -> RolloutError | None:
