@@ -58,7 +58,7 @@ def _whole_run(workload: Workload, tasks: Path) -> tuple[str, ...]:
         f"algorithm.passes={PASSES}",
         "eval={every: 0, items: 1, teacher: false}",
         "observe.bars=false",
-        "observe.tensorboard=false",
+        "observe.trackers=[]",
     )
 
 

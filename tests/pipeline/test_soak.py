@@ -44,7 +44,7 @@ STEPS, EVERY, LIFE = 2000, 250, 500
 KEPT_GROUPS = 40
 SETTINGS = (
     f"trainer.steps={STEPS}", f"buffer.keep_groups={KEPT_GROUPS}", "engine.script.seconds=0", "teachers.teacher.fixed_cost_s=0",
-    "eval.hold_s=0.001", "observe.bars=false", "observe.tensorboard=false",
+    "eval.hold_s=0.001", "observe.bars=false", "observe.trackers=[]",
 )  # fmt: skip
 """Nothing takes time but the pipeline; nobody evaluates, so that no version is held for it."""
 MB = 2**20
