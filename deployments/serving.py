@@ -7,7 +7,7 @@ import logging
 import re
 
 from deployments.threads import in_thread
-from pipeline.errors import StageFailed
+from pipeline.errors import RemoteTraceback, StageFailed
 
 POLL_S = 0.2
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -33,7 +33,7 @@ def _running(app: str) -> bool:
         return False
     if overview.status in DEAD:
         messages = [deployment.message for deployment in overview.deployments.values() if deployment.message]
-        log.error("%s: %s\n%s", app, overview.message, "\n".join(messages))
+        log.error("%s did not start", app, exc_info=RemoteTraceback("\n".join(messages)))
         raise StageFailed(app, _reason([overview.message, *messages]) or str(overview.status))
     return overview.status == "RUNNING"
 
