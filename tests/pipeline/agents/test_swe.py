@@ -68,7 +68,7 @@ async def test_tokens_are_only_appended_and_what_was_said_stays_as_it_was(world:
         ({"max_repeats": 3}, [block("ls")], "repeated_action_loop"),
         ({"max_repeats": 2}, ["no command here"], "repeated_action_loop"),
         ({"max_context": 200}, [block("ls"), block("cat a.py a.py a.py"), block("pwd")], "context_overflow"),
-        ({"max_seconds": 2}, [block("sleep 9"), block("pwd"), block("ls")], "agent_timeout"),
+        ({"max_seconds": 5}, [block("sleep 19"), block("pwd"), block("ls")], "agent_timeout"),
     ],
 )
 async def test_what_ends_an_episode(tmp_path: Path, stopping: dict[str, Any], lines: list[str], reason: str):
