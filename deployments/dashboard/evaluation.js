@@ -20,12 +20,8 @@ export function jobView(job, samples, choice) {
       .join("   "),
   ]);
   return [
-    make(
-      "section",
-      {"data-key": "standing"},
-      make(
-        "div",
-        {class: "title"},
+    standing(
+      [
         make("h2", {}, job.id),
         badge(job.status),
         make(
@@ -33,7 +29,7 @@ export function jobView(job, samples, choice) {
           {class: "dim"},
           `${job.progress.done} of ${job.progress.total} samples; model ${job.model}, weight version ${short(job.weight_version)}`,
         ),
-      ),
+      ],
       make("progress", {max: Math.max(1, job.progress.total), value: job.progress.done, "aria-label": "samples"}),
       ...[job.error, ...job.why_invalid].filter(Boolean).map(text => make("pre", {class: "bad"}, text)),
       rows.length
@@ -50,16 +46,12 @@ export function jobView(job, samples, choice) {
 /** item: an evaluation in `evaluations` or `teachers` of /v1/runs/ID. */
 export function runEvaluationView(run, item, samples, choice) {
   return [
-    make(
-      "section",
-      {"data-key": "standing"},
-      make(
-        "div",
-        {class: "title"},
+    standing(
+      [
         make("h2", {}, make("a", {href: `#run/${encodeURIComponent(run.id)}`}, run.id)),
         make("span", {}, item.step === null ? `teacher ${item.alias}` : `student at step ${item.step}`),
         make("span", {class: "dim"}, `${item.scored} of ${item.total} samples scored`),
-      ),
+      ],
       ...item.why_invalid.map(text => make("pre", {class: "bad"}, text)),
       table(
         ["data set", {num: "accuracy"}],
@@ -68,6 +60,11 @@ export function runEvaluationView(run, item, samples, choice) {
     ),
     ...samplesView(samples, choice),
   ];
+}
+
+/** What is known of an evaluation as a whole. */
+function standing(title, ...parts) {
+  return make("section", {"data-key": "standing"}, make("div", {class: "title"}, ...title), ...parts);
 }
 
 function samplesView(samples, choice) {

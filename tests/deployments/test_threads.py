@@ -7,6 +7,11 @@ import pytest
 from deployments.threads import in_thread
 
 
+async def give_up(call):
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(in_thread(call), 0.05)
+
+
 def test_the_result_and_the_error_of_a_call_arrive():
     def fail():
         raise KeyError("lost")
@@ -23,12 +28,8 @@ def test_a_loop_ends_although_a_call_does_not():
         entered.set()
         never.wait()
 
-    async def give_up():
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(in_thread(wait), 0.05)
-
     begun = time.monotonic()
-    asyncio.run(give_up())
+    asyncio.run(give_up(wait))
     assert entered.is_set()
     assert time.monotonic() - begun < 5.0
     never.set()
@@ -41,11 +42,7 @@ def test_a_call_that_ends_after_the_loop_disturbs_nobody(recwarn):
         go.wait()
         gone.set()
 
-    async def give_up():
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(in_thread(wait), 0.05)
-
-    asyncio.run(give_up())
+    asyncio.run(give_up(wait))
     go.set()
     assert gone.wait(5.0)
     time.sleep(0.05)
