@@ -35,14 +35,14 @@ def build(given: dict[str, Any]) -> Any:
     from ray import serve
 
     from deployments.evaluations import Evaluations
-    from deployments.launching import launch
+    from deployments.detached import start_detached
     from deployments.models import ModelsReplica
     from deployments.service import service_deployment
 
     if not ray.is_initialized():
         atexit.register(own_cluster(settings))
     if settings.resume:
-        Runs(settings.runs, settings.configs, launch).go_on(settings.run.run_id if settings.run is not None else None)
+        Runs(settings.runs, settings.configs, start_detached).go_on(settings.run.run_id if settings.run is not None else None)
     address = {"host": settings.host, "port": settings.port}
     serve.start(http_options=address | {"location": "EveryNode", "keep_alive_timeout_s": KEEP_ALIVE_S})
     models = ModelsReplica.options(num_replicas=settings.config.engine.replicas).bind(settings)

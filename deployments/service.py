@@ -13,7 +13,7 @@ from deployments.calls import CALL_S, RemoteDeployment, RemoteEngine
 from deployments.engines import OPTIONS
 from deployments.gate import GateRules
 from deployments.hosting import log_to_file
-from deployments.launching import launch
+from deployments.detached import start_detached
 from deployments.names import EVALUATIONS_DEPLOYMENT, MODELS_DEPLOYMENT, SERVICE_DEPLOYMENT
 from pipeline.evaluation.plan import EvalRequest
 from pipeline.service.arguments import Settings
@@ -85,7 +85,7 @@ def service_deployment(settings: Settings) -> Any:
         backend = RemoteBackend(app, settings)
         front = Front(backend, settings.config.engine.call_timeout_s, MAX_IN_FLIGHT)
         rules = GateRules(settings.loopback, settings.token_sha256, MAX_BODY_BYTES)
-        runs = Runs(settings.runs, settings.configs, launch)
+        runs = Runs(settings.runs, settings.configs, start_detached)
         return make_api(backend, RemoteEvaluating(app), front, runs, rules, settings.runs.evaluations)
 
     return serve.deployment(**OPTIONS | {"name": SERVICE_DEPLOYMENT})(serve.ingress(routes)())
