@@ -34,8 +34,8 @@ def build(given: dict[str, Any]) -> Any:
     import ray
     from ray import serve
 
-    from deployments.evaluations import Evaluations
     from deployments.detached import start_detached
+    from deployments.evaluations import Evaluations
     from deployments.models import ModelsReplica
     from deployments.service import service_deployment
 

@@ -10,10 +10,10 @@ from ray import serve
 
 from deployments.api import make_api
 from deployments.calls import CALL_S, RemoteDeployment, RemoteEngine
+from deployments.detached import start_detached
 from deployments.engines import OPTIONS
 from deployments.gate import GateRules
 from deployments.hosting import log_to_file
-from deployments.detached import start_detached
 from deployments.names import EVALUATIONS_DEPLOYMENT, MODELS_DEPLOYMENT, SERVICE_DEPLOYMENT
 from pipeline.evaluation.plan import EvalRequest
 from pipeline.service.arguments import Settings
