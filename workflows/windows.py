@@ -25,6 +25,8 @@ from workflows import dag
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
+MANAGER_GONE = (ray.exceptions.RayError, ValueError)
+"""A call of Ray Workflow whose manager dies: ValueError when it is gone as the call looks for it, else an error of Ray."""
 
 
 class Ledger(Protocol):
@@ -95,10 +97,13 @@ def _interrupted(facts: dict[str, Any]) -> Window | None:
 
 
 def cancel_windows(run_id: str) -> None:
-    """On a cluster that outlives the run: no node of it is started any more."""
-    for identity, _ in workflow.list_all(workflow.RUNNING):
-        if identity.startswith(f"{run_id}.r"):
-            workflow.cancel(identity)
+    """On a cluster that outlives the run: no node of it is started any more. Without their manager none is."""
+    try:
+        for identity, _ in workflow.list_all(workflow.RUNNING):
+            if identity.startswith(f"{run_id}.r"):
+                workflow.cancel(identity)
+    except MANAGER_GONE as error:
+        log.warning("the workflows of %s cannot be cancelled", run_id, exc_info=error)
 
 
 async def _run(window: Window, config: RunConfig, run_id: str, storage: Path, evaluate_before: bool) -> None:
@@ -107,7 +112,7 @@ async def _run(window: Window, config: RunConfig, run_id: str, storage: Path, ev
     started = time.time()
     try:
         reference = await in_thread(workflow.run_async, graph, workflow_id=identity)
-    except ray.exceptions.RayError as error:
+    except MANAGER_GONE as error:
         raise _NoStageFailed(f"workflow {identity} was not begun: {_last_line(error)}") from error
     await _ended(reference, storage, identity, started)
 
@@ -116,7 +121,7 @@ async def _forget(identity: str) -> None:
     """Of an ended window nothing is needed; what cannot be removed now is no reason to stop."""
     try:
         await in_thread(workflow.delete, identity)
-    except ray.exceptions.RayError as error:
+    except MANAGER_GONE as error:
         log.warning("workflow %s is left in its storage", identity, exc_info=error)
 
 
@@ -127,7 +132,7 @@ async def _resumed(window: Window, run_id: str, storage: Path) -> bool:
     try:
         reference = await in_thread(workflow.resume_async, identity)
         await _ended(reference, storage, identity, started)
-    except (_NoStageFailed, ray.exceptions.RayError, WorkflowError, OSError, ValueError) as error:
+    except (_NoStageFailed, *MANAGER_GONE, WorkflowError, OSError) as error:
         log.warning("workflow %s cannot be resumed; a new one starts from the ledger", identity, exc_info=error)
         return False
     return True

@@ -194,16 +194,19 @@ def test_no_stage_is_to_blame_when_no_node_failed(paths):
     assert windows._node_failure(paths.workflow, "run.r1", 0.0) is None
 
 
-async def test_a_manager_that_dies_while_it_takes_or_removes_a_window_ends_nothing(paths, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [ray.exceptions.ActorDiedError(), ValueError("Failed to look up actor\nThe actor died")], ids=["dying", "gone"]
+)
+async def test_a_manager_that_dies_while_it_takes_or_removes_a_window_ends_nothing(paths, monkeypatch, error):
     def die(*_, **__):
-        raise ray.exceptions.ActorDiedError
+        raise error
 
     monkeypatch.setattr(windows.dag, "window", lambda *_: None)
-    monkeypatch.setattr(windows.workflow, "run_async", die)
-    monkeypatch.setattr(windows.workflow, "resume_async", die)
-    monkeypatch.setattr(windows.workflow, "delete", die)
+    for call in ("run_async", "resume_async", "delete", "list_all"):
+        monkeypatch.setattr(windows.workflow, call, die)
     window = windows.Window(1, 1, 40)
     with pytest.raises(windows._NoStageFailed, match=r"workflow run\.r1 was not begun: The actor died"):
         await windows._run(window, None, "run", paths.workflow, False)
     assert not await windows._resumed(window, "run", paths.workflow)
     await windows._forget("run.r1")
+    windows.cancel_windows("run")
