@@ -1,7 +1,7 @@
 """Sandboxes on this machine, by bubblewrap: one call of it for each command, over a folder that lasts.
 
 Invariant: a command sees its own folder, a read-only system and nothing else: no network, no other process, no file of the host,
-no variable of its environment. Each has a process namespace of its own, which goes with all that is in it.
+no variable of its environment, no key of its keyrings. Each has a process namespace of its own, which goes with all that is in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import SandboxError
-from pipeline.sandboxes import cgroups, processes
+from pipeline.sandboxes import cgroups, processes, syscalls
 from pipeline.sandboxes.base import Contents, Limits, Ran
 from pipeline.sandboxes.leases import Lease, new_lease, remove
 from pipeline.sandboxes.owning import OwnedSandboxes, fill, no_command, to_its_end
@@ -124,15 +124,20 @@ class LocalSandbox:
         started = time.monotonic()
         if (refused := no_command(command)) is not None:
             return refused
-        ended = await processes.run(
-            self._arguments(command, private),
-            timeout_s=timeout_s,
-            keep_bytes=output_bytes,
-            stdin=stdin,
-            limits=self._process_limits(timeout_s),
-            admit=self._group.add,
-            end=self._end_group,
-        )
+        refusing = syscalls.open_filter()
+        try:
+            ended = await processes.run(
+                self._arguments(command, private, refusing),
+                timeout_s=timeout_s,
+                keep_bytes=output_bytes,
+                stdin=stdin,
+                limits=self._process_limits(timeout_s),
+                admit=self._group.add,
+                end=self._end_group,
+                files=(refusing,),
+            )
+        finally:
+            os.close(refusing)
         output = ended.kept.text()
         if not ended.began:
             reason = output.strip().splitlines()
@@ -164,14 +169,15 @@ class LocalSandbox:
             limits[resource.RLIMIT_NPROC] = self._limits.processes + cgroups.OWN_PROCESSES
         return limits
 
-    def _arguments(self, command: str, private: bool) -> list[str]:
+    def _arguments(self, command: str, private: bool, refusing: int) -> list[str]:
+        """refusing: a descriptor of the system calls' filter."""
         size = str(self._limits.file_mb * 2**20)
         extra = ["--bind", str(self.lease.folder / "private"), PRIVATE, "--setenv", "PRIVATE", PRIVATE] if private else []
         return [
             *_bubblewrap(),
             *("--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--size", size, "--tmpfs", "/tmp"),
             *("--bind", str(self.lease.folder / "work"), WORK, *extra, *_READ_ONLY),
-            *("--chdir", WORK, "--", *processes.INIT, command),
+            *("--seccomp", str(refusing), "--chdir", WORK, "--", *processes.INIT, command),
         ]
 
 

@@ -167,6 +167,13 @@ def test_removing_a_folder_never_follows_a_link(tmp_path: Path):
     assert not folder.exists() and (outside / "kept").exists()
 
 
+def test_a_folder_of_any_depth_is_removed(tmp_path: Path):
+    deeper = "import os\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')"
+    subprocess.run([sys.executable, "-c", deeper], cwd=tmp_path, check=True)
+    remove_folder(tmp_path / "d")
+    assert not list(tmp_path.iterdir())
+
+
 def left_in(root: Path) -> list[Path]:
     return sorted(root.iterdir()) if root.is_dir() else []
 
