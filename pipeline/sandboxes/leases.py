@@ -37,6 +37,8 @@ MAX_AGE_S = 6 * 3600.0
 DOCKER = "docker"
 DOCKER_S = 60.0
 """For one command of the program."""
+REMOVAL_S, REMOVAL_POLL_S = 20.0, 0.1
+"""For a container that Docker is removing already to be gone."""
 REMOVE_S = 120.0
 """For a folder to go."""
 LONGEST_FAULT = 500
@@ -153,9 +155,14 @@ def orphans(root: Path, max_age_s: float, now: float, alive: Callable[[ProcessId
 
 def remove_containers(unique: str) -> None:
     """Of the sandbox of this label, running or not. Raises OSError, also when Docker does not answer."""
-    found = _docker("ps", "--all", "--quiet", "--filter", f"label={LABEL}={unique}").split()
-    if found:
-        _docker("rm", "--force", "--volumes", *found)
+    deadline = time.monotonic() + REMOVAL_S
+    while found := _docker("ps", "--all", "--quiet", "--filter", f"label={LABEL}={unique}").split():
+        try:
+            _docker("rm", "--force", "--volumes", *found)
+        except OSError:  # Docker removes one by itself when it has ended, and refuses to do it twice
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(REMOVAL_POLL_S)
 
 
 def _docker(*arguments: str) -> str:
