@@ -22,13 +22,16 @@ from typing import Any
 from pipeline.errors import SandboxError
 from pipeline.sandboxes import cgroups, processes, syscalls
 from pipeline.sandboxes.base import Contents, Limits, Ran
+from pipeline.sandboxes.inside import KILLED
 from pipeline.sandboxes.leases import Lease, new_lease, remove
 from pipeline.sandboxes.owning import OwnedSandboxes, fill, no_command, to_its_end
+from pipeline.sandboxes.room import Room
 
 log = logging.getLogger("sandboxes")
 
 MISSING = "local sandboxes need bubblewrap, and there is no bwrap on the PATH: apt-get install bubblewrap"
 WORK, PRIVATE = "/work", "/private"
+FULL = "[... stopped: the folder has grown beyond its bound ...]\n"
 _READ_ONLY = ("--remount-ro", "/dev", "--remount-ro", "/proc", "--remount-ro", "/")
 """/proc, too: root outside would still own /proc/sys inside, without any capability."""
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib64", "/lib32")
@@ -66,6 +69,7 @@ class LocalSandbox:
         self._limits = limits
         self._forget = forget
         self._group = cgroups.Group((), {})
+        self._room: Room | None = None
         self._running: set[asyncio.Task[Any]] = set()
         self._closing: asyncio.Task[None] | None = None
 
@@ -85,6 +89,7 @@ class LocalSandbox:
             (folder / part).mkdir(parents=True)
         self._group = cgroups.limit(hierarchies, folder.name, self._limits)
         fill(folder / "work", contents)
+        self._room = Room.beside(folder / "work", self._limits)
 
     async def run(
         self, command: str, timeout_s: float, *, stdin: bytes = b"", output_bytes: int = 16_384, private: bool = False
@@ -124,20 +129,24 @@ class LocalSandbox:
         started = time.monotonic()
         if (refused := no_command(command)) is not None:
             return refused
+        assert self._room is not None
         refusing = syscalls.open_filter()
+        running = processes.run(
+            self._arguments(command, private, refusing),
+            timeout_s=timeout_s,
+            keep_bytes=output_bytes,
+            stdin=stdin,
+            limits=self._process_limits(timeout_s),
+            admit=self._group.add,
+            end=self._end_group,
+            files=(refusing,),
+        )
         try:
-            ended = await processes.run(
-                self._arguments(command, private, refusing),
-                timeout_s=timeout_s,
-                keep_bytes=output_bytes,
-                stdin=stdin,
-                limits=self._process_limits(timeout_s),
-                admit=self._group.add,
-                end=self._end_group,
-                files=(refusing,),
-            )
+            ended = await self._room.until_full(asyncio.create_task(running, name=f"command in {self.lease.name}"))
         finally:
             os.close(refusing)
+        if ended is None:
+            return Ran(KILLED, FULL, False, 0, time.monotonic() - started)
         output = ended.kept.text()
         if not ended.began:
             reason = output.strip().splitlines()

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -119,8 +120,32 @@ async def test_names_that_are_hard_to_handle_are_removed_and_lead_nowhere(boxes:
     assert os.listdir(tmp_path / "boxes") == [] and os.listdir(tmp_path / "kept") == ["file"]
 
 
+@pytest.mark.parametrize(
+    "fills",
+    [
+        "n=0; while :; do n=$((n + 1)); head -c 8000000 /dev/zero > $n || exit; done",
+        "python3 -c 'n = 0\nwhile True: open(str(n), \"w\"); n += 1'",
+        'python3 -c \'import os\nwhile True: os.mkdir("deep" * 20); os.chdir("deep" * 20)\'',
+    ],
+)
+async def test_a_disk_is_not_filled_by_many_files(boxes: LocalSandboxes, tmp_path: Path, fills: str):
+    done = await ran(boxes, fills, 60.0)
+    assert done.exit_code == 137 and not done.timed_out and "beyond its bound" in done.output
+    assert megabytes(tmp_path) < 2000
+
+
+async def test_a_full_folder_can_be_emptied_and_worked_in_again(boxes: LocalSandboxes):
+    box = await boxes.open("t", {}, SMALL)
+    assert (await box.run("for n in $(seq 30); do head -c 8000000 /dev/zero > $n; done; sleep 30", 60)).exit_code == 137
+    assert (await box.run("rm *; sleep 1; echo fine", 10)).output == "fine\n"
+
+
 async def test_many_commands_of_one_sandbox_end_alone(boxes: LocalSandboxes):
     box = await boxes.open("t", {}, SMALL)
     long = asyncio.ensure_future(box.run("sleep 2; echo whole", 10))
     assert (await box.run("(setsid sleep 50 &); kill -9 -1; sleep 50", 0.5)).timed_out
     assert (await long).output == "whole\n"
+
+
+def megabytes(folder: Path) -> int:
+    return int(subprocess.run(["du", "-sm", folder], capture_output=True, text=True, check=True).stdout.split()[0])
