@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from pipeline.buffer.lock import ProcessId
+from pipeline.errors import SandboxError
 from pipeline.sandboxes.base import Limits
 from pipeline.sandboxes.leases import Lease, reap, remove_folder, sandbox_name
 from pipeline.sandboxes.local import LocalSandboxes
@@ -108,6 +109,17 @@ async def test_after_sigkill_of_the_owner_no_process_lives_and_the_next_start_re
     assert len([path for path in left_in(root) if path.is_file()]) == 3
     await (await sandboxes.open("next", {}, Limits())).close()
     assert not left_in(root)
+
+
+def test_where_others_could_reach_in_no_sandbox_is_made(tmp_path: Path, root: Path):
+    (tmp_path / "open").mkdir()
+    root.symlink_to(tmp_path / "open")
+    with pytest.raises(SandboxError, match="is a link"):
+        LocalSandboxes(root=root)._own_root()
+    root.unlink()
+    root.mkdir(mode=0o777)
+    LocalSandboxes(root=root)._own_root()
+    assert root.stat().st_mode & 0o777 == 0o700
 
 
 def test_the_reaper_goes_by_owner_and_by_age(root: Path):
