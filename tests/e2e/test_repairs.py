@@ -24,7 +24,7 @@ SMALL = [
     "rollout.samples_per_task=1",
     "student.architecture={hidden: 16, layers: 1, heads: 2, mlp: 32, max_positions: 2048}",
     "engine={kind: scripted, script: {tokens: 6}}",
-    "eval.every=0",
+    "datasets.repairs.evaluate=false",
 ]
 LONG = [
     f"trainer={{steps: {STEPS}, warmup_steps: 0, max_tokens_per_chunk: 12000}}",
