@@ -125,6 +125,10 @@ class Sample:
     """Per turn: tokens, seconds, executor, weight_version."""
     seconds: float = 0.0
 
+    def dropped_tokens(self) -> int:
+        """Of answers that the agent's own history left out."""
+        return sum(turn.get("dropped_tokens", 0) for turn in self.turns)
+
 
 @dataclass(slots=True)
 class Group:

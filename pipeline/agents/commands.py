@@ -9,12 +9,15 @@ from pipeline.sandboxes.base import Ran
 
 SUBMIT = "submit"
 """As the only command: the work is done."""
+FENCE = "bash"
+MINI_SWE_AGENT_FENCE, MINI_SWE_AGENT_SUBMIT = "mswea_bash_command", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+"""The same where mini-swe-agent asks: it says so in its prompt."""
 _BLOCK = re.compile(r"```(?:bash|sh)?[ \t]*\n(.*?)\n?```", re.DOTALL)
 NO_COMMAND = "Say exactly one command in a ```bash block. The command submit ends the work."
 
 
-def block(command: str) -> str:
-    return f"```bash\n{command}\n```"
+def block(command: str, fence: str = FENCE) -> str:
+    return f"```{fence}\n{command}\n```"
 
 
 def command_in(text: str) -> str | None:

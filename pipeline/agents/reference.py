@@ -11,7 +11,7 @@ import shlex
 import numpy as np
 
 from pipeline.agents.base import MultiTurnRenderer
-from pipeline.agents.commands import SUBMIT, block
+from pipeline.agents.commands import FENCE, MINI_SWE_AGENT_FENCE, MINI_SWE_AGENT_SUBMIT, SUBMIT, block
 from pipeline.engines.base import Completion, GenerateRequest
 from pipeline.errors import DataError
 from pipeline.fetcher.swe import is_repair, repair_of
@@ -42,15 +42,16 @@ class ReferenceTeacher:
 
 
 def next_message(task: Task, so_far: str) -> str:
-    """A repair task: look at the file, mend it, submit; each once. Any other: the answer."""
+    """A repair task: look at the file, mend it, submit; each once, as the agent reads it. Any other: the answer."""
     if task.answer is None:
         raise DataError(f"{task.task_id} has no reference answer for the teacher to play")
     if not is_repair(task):
         return task.answer
     patch = repair_of(task).patch
-    look, mend = block(f"cat {shlex.quote(first_file(patch))}"), block(mending_command(patch))
+    fence, submit = (MINI_SWE_AGENT_FENCE, MINI_SWE_AGENT_SUBMIT) if MINI_SWE_AGENT_FENCE in so_far else (FENCE, SUBMIT)
+    look, mend = block(f"cat {shlex.quote(first_file(patch))}", fence), block(mending_command(patch), fence)
     if mend in so_far:
-        return block(SUBMIT)
+        return block(submit, fence)
     return mend if look in so_far else look
 
 

@@ -19,13 +19,14 @@ class Name(StrEnum):
     buffer = "buffer"
     rollout = "rollout"
     engine = "engine"
+    sandboxes = "sandboxes"
 
 
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="teacher: time the calls of its teacher. rollout: what to run (configs/quickstart.yaml).",
+        help="teacher: time the calls of its teacher. rollout: what to run (configs/quickstart.yaml). sandboxes: its specs.",
         show_default=False,
     ),
 ]
@@ -41,12 +42,12 @@ DeviceOption = Annotated[str, typer.Option("--device", help="Where the random mo
 
 def register(app: typer.Typer) -> None:
     app.command(
-        "bench", help="Measure the scheduler, the teacher stage, the buffer, whole rollouts, or the engines on this machine."
+        "bench", help="Measure the scheduler, the teacher stage, the buffer, whole rollouts, engines, or sandboxes on this machine."
     )(bench)
 
 
 def bench(
-    name: Annotated[Name, typer.Argument(metavar="NAME", help="scheduler, teacher, buffer, rollout or engine.")],
+    name: Annotated[Name, typer.Argument(metavar="NAME", help="scheduler, teacher, buffer, rollout, engine or sandboxes.")],
     config: ConfigOption = None,
     shape: ShapeOption = None,
     device: DeviceOption = "cpu",
@@ -59,7 +60,7 @@ def bench(
     from pipeline.cli.runs import run_root
     from pipeline.errors import UserError
 
-    if (shape and name is not Name.teacher) or (config and name not in (Name.teacher, Name.rollout)):
+    if (shape and name is not Name.teacher) or (config and name not in (Name.teacher, Name.rollout, Name.sandboxes)):
         raise UserError(f"--config and --shape are options of other benches, not of {name.value}")
     root = run_root(runs_dir)
     if name is Name.scheduler:
@@ -70,6 +71,8 @@ def bench(
         found = _buffer(root)
     elif name is Name.rollout:
         found = _rollout(config or Path("configs/quickstart.yaml"), root)
+    elif name is Name.sandboxes:
+        found = _sandboxes(config)
     else:
         found = _teacher_calls(shape, device) if shape else _teacher(config, root)
     if as_json:
@@ -93,6 +96,12 @@ def _engine(engines: Path) -> dict[str, Any]:
     from pipeline.bench.engine import figures
 
     return figures(engines)
+
+
+def _sandboxes(config: Path | None) -> dict[str, Any]:
+    from pipeline.bench.sandboxes import figures, of_config
+
+    return figures(of_config(config))
 
 
 def _rollout(config: Path, root: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pipeline.agents.loading import load_agent
 from pipeline.batcher.strategies import load_strategy
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import Spec
 from pipeline.errors import ConfigError
 from pipeline.evaluator.spec import specs_from_config
 from pipeline.fetcher.catalog import Catalog
@@ -26,7 +25,6 @@ def check_names(config: RunConfig) -> Catalog:
     for spec in config.specs:
         load_agent(spec.agent)
         check_kind(spec.sandbox)
-        _check_teachers(config, spec)
     if config.rollout.filters.custom is not None:
         load_callable(config.rollout.filters.custom, "rollout.filters.custom")
     catalog = Catalog(config)
@@ -34,19 +32,6 @@ def check_names(config: RunConfig) -> Catalog:
         load_verifier(name)
     _check_images(config, catalog)
     return catalog
-
-
-def _check_teachers(config: RunConfig, spec: Spec) -> None:
-    """The reference teacher says commands as the agent `swe` reads them."""
-    for name, dataset in config.datasets.items():
-        alias = config.teacher_of(name)
-        if spec.agent != "mini-swe-agent" or dataset.task_type != spec.task_type or alias is None:
-            continue
-        if config.teachers[alias].engine == "reference":
-            raise ConfigError(
-                f"datasets.{name}: teachers.{alias}.engine 'reference' does not speak as the agent {spec.agent!r} wants it: use "
-                "the agent swe, or a teacher that has a model"
-            )
 
 
 def _check_images(config: RunConfig, catalog: Catalog) -> None:

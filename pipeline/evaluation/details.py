@@ -38,7 +38,7 @@ def sample_line(task: Task, sample: Sample) -> dict[str, Any]:
         "tokens": len(sample.token_ids),
         "response_tokens": int(sample.loss_mask.sum()),
         "turns": len(sample.turns),
-        "dropped_tokens": sum(turn.get("dropped_tokens", 0) for turn in sample.turns),
+        "dropped_tokens": sample.dropped_tokens(),
         "seconds": round(sample.seconds, 6),
         "prompt": task.messages[-1][1],
         "answer": task.answer,

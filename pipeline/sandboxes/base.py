@@ -32,7 +32,7 @@ class Limits:
     memory_mb: int = 1024
     processes: int = 64
     file_mb: int = 64
-    """Of one file, and of each of /tmp and /dev/shm."""
+    """Of one file, and of each of /tmp and /dev/shm. `room` says what a folder may grow by."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,16 @@ def limit(hierarchies: Mapping[Controller, Hierarchy], name: str, limits: Limits
             for file, value in _settings(controller, limits, hierarchy.version):
                 (folder / file).write_text(value)
             done[controller] = f"cgroup v{hierarchy.version}"
+            if controller == "memory":
+                _close_swap(folder, limits, hierarchy.version)
     return Group(tuple(sorted(folders)), done)
+
+
+def _close_swap(folder: Path, limits: Limits, version: int) -> None:
+    """Memory is not to be had on the host's disk instead; not every kernel counts what is there."""
+    file, value = ("memory.swap.max", "0") if version == 2 else ("memory.memsw.limit_in_bytes", str(limits.memory_mb * 2**20))
+    if (folder / file).exists():
+        (folder / file).write_text(value)
 
 
 def end(folders: Iterable[Path], patience_s: float = 5.0) -> list[Path]:

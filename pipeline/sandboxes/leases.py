@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -38,6 +37,11 @@ MAX_AGE_S = 6 * 3600.0
 DOCKER = "docker"
 DOCKER_S = 60.0
 """For one command of the program."""
+REMOVAL_S, REMOVAL_POLL_S = 20.0, 0.1
+"""For a container that Docker is removing already to be gone."""
+REMOVE_S = 120.0
+"""For a folder to go."""
+LONGEST_FAULT = 500
 LABEL = "rollout.sandbox"
 """Of a container: the name of its lease's folder."""
 _numbers = itertools.count()
@@ -151,9 +155,14 @@ def orphans(root: Path, max_age_s: float, now: float, alive: Callable[[ProcessId
 
 def remove_containers(unique: str) -> None:
     """Of the sandbox of this label, running or not. Raises OSError, also when Docker does not answer."""
-    found = _docker("ps", "--all", "--quiet", "--filter", f"label={LABEL}={unique}").split()
-    if found:
-        _docker("rm", "--force", "--volumes", *found)
+    deadline = time.monotonic() + REMOVAL_S
+    while found := _docker("ps", "--all", "--quiet", "--filter", f"label={LABEL}={unique}").split():
+        try:
+            _docker("rm", "--force", "--volumes", *found)
+        except OSError:  # Docker removes one by itself when it has ended, and refuses to do it twice
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(REMOVAL_POLL_S)
 
 
 def _docker(*arguments: str) -> str:
@@ -176,21 +185,22 @@ def _remove_unfinished(root: Path, now: float) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Never follows a link out of the folder; folders that their owner closed are opened first."""
+    """Whatever was made in it, however deep. Never follows a link out of it; folders that their owner closed are opened first.
+    Raises OSError."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists() and _said_when_failing("rm", "-rf", "--", str(folder)):
+        _said_when_failing("chmod", "-R", "u+rwx", "--", str(folder))
+        if said := _said_when_failing("rm", "-rf", "--", str(folder)):
+            raise OSError(said)
 
-    def reopen(function: Callable[..., Any], path: str, error: Any) -> None:
-        if isinstance(error[1], FileNotFoundError):
-            return
-        parent = os.path.dirname(path)
-        os.chmod(parent, 0o700, follow_symlinks=True)
-        if not os.path.islink(path) and os.path.isdir(path):
-            os.chmod(path, 0o700)
-            shutil.rmtree(path)
-        else:
-            os.unlink(path)
 
-    if folder.is_symlink() or folder.exists():
-        shutil.rmtree(folder, onerror=reopen)
+def _said_when_failing(*arguments: str) -> str:
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, errors="replace", timeout=REMOVE_S)
+    except subprocess.TimeoutExpired:
+        return f"{arguments[0]} takes more than {REMOVE_S:g} s"
+    return "" if done.returncode == 0 else done.stderr[-LONGEST_FAULT:].strip() or f"{arguments[0]}: exit code {done.returncode}"
 
 
 def _end_processes(folders: list[Path]) -> None:

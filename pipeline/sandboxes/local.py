@@ -1,7 +1,7 @@
 """Sandboxes on this machine, by bubblewrap: one call of it for each command, over a folder that lasts.
 
 Invariant: a command sees its own folder, a read-only system and nothing else: no network, no other process, no file of the host,
-no variable of its environment. Each has a process namespace of its own, which goes with all that is in it.
+no variable of its environment, no key of its keyrings. Each has a process namespace of its own, which goes with all that is in it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import SandboxError
-from pipeline.sandboxes import cgroups, processes
+from pipeline.sandboxes import cgroups, processes, syscalls
 from pipeline.sandboxes.base import Contents, Limits, Ran
+from pipeline.sandboxes.inside import KILLED
 from pipeline.sandboxes.leases import Lease, new_lease, remove
 from pipeline.sandboxes.owning import OwnedSandboxes, fill, no_command, to_its_end
+from pipeline.sandboxes.room import Room
 
 log = logging.getLogger("sandboxes")
 
 MISSING = "local sandboxes need bubblewrap, and there is no bwrap on the PATH: apt-get install bubblewrap"
 WORK, PRIVATE = "/work", "/private"
+FULL = "[... stopped: the folder has grown beyond its bound ...]\n"
 _READ_ONLY = ("--remount-ro", "/dev", "--remount-ro", "/proc", "--remount-ro", "/")
 """/proc, too: root outside would still own /proc/sys inside, without any capability."""
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib64", "/lib32")
@@ -66,6 +69,7 @@ class LocalSandbox:
         self._limits = limits
         self._forget = forget
         self._group = cgroups.Group((), {})
+        self._room: Room | None = None
         self._running: set[asyncio.Task[Any]] = set()
         self._closing: asyncio.Task[None] | None = None
 
@@ -85,6 +89,7 @@ class LocalSandbox:
             (folder / part).mkdir(parents=True)
         self._group = cgroups.limit(hierarchies, folder.name, self._limits)
         fill(folder / "work", contents)
+        self._room = Room.beside(folder / "work", self._limits)
 
     async def run(
         self, command: str, timeout_s: float, *, stdin: bytes = b"", output_bytes: int = 16_384, private: bool = False
@@ -124,15 +129,24 @@ class LocalSandbox:
         started = time.monotonic()
         if (refused := no_command(command)) is not None:
             return refused
-        ended = await processes.run(
-            self._arguments(command, private),
+        assert self._room is not None
+        refusing = syscalls.open_filter()
+        running = processes.run(
+            self._arguments(command, private, refusing),
             timeout_s=timeout_s,
             keep_bytes=output_bytes,
             stdin=stdin,
             limits=self._process_limits(timeout_s),
             admit=self._group.add,
             end=self._end_group,
+            files=(refusing,),
         )
+        try:
+            ended = await self._room.until_full(asyncio.create_task(running, name=f"command in {self.lease.name}"))
+        finally:
+            os.close(refusing)
+        if ended is None:
+            return Ran(KILLED, FULL, False, 0, time.monotonic() - started)
         output = ended.kept.text()
         if not ended.began:
             reason = output.strip().splitlines()
@@ -164,14 +178,15 @@ class LocalSandbox:
             limits[resource.RLIMIT_NPROC] = self._limits.processes + cgroups.OWN_PROCESSES
         return limits
 
-    def _arguments(self, command: str, private: bool) -> list[str]:
+    def _arguments(self, command: str, private: bool, refusing: int) -> list[str]:
+        """refusing: a descriptor of the system calls' filter."""
         size = str(self._limits.file_mb * 2**20)
         extra = ["--bind", str(self.lease.folder / "private"), PRIVATE, "--setenv", "PRIVATE", PRIVATE] if private else []
         return [
             *_bubblewrap(),
             *("--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--size", size, "--tmpfs", "/tmp"),
             *("--bind", str(self.lease.folder / "work"), WORK, *extra, *_READ_ONLY),
-            *("--chdir", WORK, "--", *processes.INIT, command),
+            *("--seccomp", str(refusing), "--chdir", WORK, "--", *processes.INIT, command),
         ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import stat
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -100,10 +101,12 @@ class OwnedSandboxes(ABC, Generic[S]):
             log.warning("removed %d sandboxes that were left behind: %s", len(removed), removed[:5])
 
     def _own_root(self) -> None:
-        """Raises SandboxError, or OSError."""
+        """Nobody else may reach into it: what a command leaves there may run as this user. Raises SandboxError, or OSError."""
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._root.stat().st_uid != os.getuid():
-            raise SandboxError(f"{self._root} belongs to another user, who could reach into sandboxes there: remove it")
+        found = self._root.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise SandboxError(f"{self._root} is a link, or another user's, who could reach into sandboxes there: remove it")
+        self._root.chmod(0o700)
 
     def _lost(self, name: str) -> list[Lease]:
         """Of earlier tries of this name."""

@@ -50,8 +50,10 @@ async def run(
     limits: Mapping[int, int],
     admit: Callable[[int], None],
     end: Callable[[], None],
+    files: Sequence[int] = (),
 ) -> Ended:
     """Standard error goes where standard output goes. limits: of `resource`, for each process. timeout_s: from its beginning.
+    files: descriptors that it inherits.
 
     admit: called with the pid before anything begins. end: kills what the pid alone does not. Raises SandboxError when the
     process cannot be started, does not begin within BEGIN_S, or cannot be ended.
@@ -67,6 +69,7 @@ async def run(
             env={},
             cwd="/",
             start_new_session=True,
+            pass_fds=files,
             limit=BLOCK,
         )
     except OSError as error:

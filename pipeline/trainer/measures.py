@@ -29,6 +29,7 @@ def rollout_measures(groups: Sequence[Group], step: int) -> dict[str, Any]:
         "aborted": sum(sample.status == "aborted" for sample in samples),
         "reward_mean": mean(scored),
         "response_tokens_mean": mean(lengths),
+        "dropped_tokens": sum(sample.dropped_tokens() for sample in samples),
         "staleness_mean": mean(staleness),
         "staleness_max": max(staleness, default=None),
     }

@@ -2,7 +2,7 @@
 
 A container is a bubblewrap with a process namespace, a /tmp and an end of its own, in which swe-rex's own server runs; like one of
 Docker's it outlives the command that started it. There is one image, `tasks:1`, with a folder /tmp/testbed. FOLDER holds a file a
-container, and what was asked for.
+container.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ IMAGE = "tasks:1"
 
 
 def main(folder: Path, command: str, arguments: list[str]) -> int:
-    with (folder / "asked").open("a") as file:
-        file.write(json.dumps([command, *arguments]) + "\n")
     if command == "inspect":
-        return 0 if arguments[-1] == IMAGE else 1
+        return 0 if arguments[-1] == IMAGE else _inspect(folder / f"{arguments[-1]}.json")
     if command == "pull":
         return _fail(f"Error response from daemon: manifest for {arguments[-1]} not found")
     if command == "version":
@@ -34,12 +32,15 @@ def main(folder: Path, command: str, arguments: list[str]) -> int:
         return _run(folder, arguments)
     if command == "ps":
         label = arguments[-1].removeprefix("label=")
-        print("\n".join(file.stem for file in sorted(folder.glob("*.json")) if label in json.loads(file.read_text())["labels"]))
+        print("\n".join(file.stem for file in sorted(folder.glob("*.json")) if _has(file, label)))
         return 0
     if command in ("kill", "rm"):
         files = [file for file in folder.glob("*.json") if {file.stem, json.loads(file.read_text())["name"]} & set(arguments)]
+        if command == "rm" and any(file.with_suffix(".ended").exists() for file in files):
+            return _fail("Error response from daemon: removal of container is already in progress")
         for file in files:
             _end(file)
+            file.with_suffix(".ended").touch() if command == "kill" else _remove(file)
         return 0 if files else _fail("Error response from daemon: No such container")
     return _fail(f"docker: {command!r} is not a docker command")
 
@@ -75,11 +76,30 @@ def _run(folder: Path, arguments: list[str]) -> int:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    record = {"name": said["--name"], "labels": [said["--label"]], "pid": started.pid}
+    limits = {"NanoCpus": int(float(said["--cpus"]) * 1e9), "PidsLimit": int(said["--pids-limit"])}
+    limits["Memory"] = int(said["--memory"].removesuffix("m")) << 20
+    record = {"name": said["--name"], "label": said["--label"], "limits": limits, "pid": started.pid}
     aside = folder / f"{identity}.new"
     aside.write_text(json.dumps(record))
     aside.rename(folder / f"{identity}.json")
     return started.wait()
+
+
+def _inspect(file: Path) -> int:
+    if not file.exists():
+        return _fail(f"Error: No such object: {file.stem}")
+    record = json.loads(file.read_text())
+    labels = dict([record["label"].split("=", 1)])
+    print(json.dumps([{"HostConfig": record["limits"], "Config": {"Labels": labels}}]))
+    return 0
+
+
+def _has(file: Path, label: str) -> bool:
+    """label: its name, or its name and value. One that has ended by itself, or was killed, is seen once more and is then gone."""
+    said = json.loads(file.read_text())["label"]
+    if file.with_suffix(".ended").exists():
+        _remove(file)
+    return said == label or said.startswith(f"{label}=")
 
 
 def _end(file: Path) -> None:
@@ -90,7 +110,11 @@ def _end(file: Path) -> None:
         pass
     while os.path.exists(f"/proc/{pid}/fd/0"):
         time.sleep(0.01)
+
+
+def _remove(file: Path) -> None:
     file.unlink()
+    file.with_suffix(".ended").unlink(missing_ok=True)
     shutil.rmtree(file.with_suffix(".testbed"))
 
 

@@ -1,4 +1,4 @@
-"""Sandboxes through swe-rex: its own server, on this machine and in what stands in for a container."""
+"""Sandboxes through swe-rex: its own server, on this machine and in a container, or what stands in for one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 
 from pipeline.errors import SandboxError
 from pipeline.sandboxes.base import ImageFolder, Limits
-from pipeline.sandboxes.leases import reap
+from pipeline.sandboxes.leases import LABEL, reap
 from pipeline.sandboxes.local import MISSING
 from pipeline.sandboxes.rex import DockerSandboxes, RemoteSandboxes
 
@@ -49,21 +49,18 @@ asyncio.run(main(*sys.argv[1:]))
 class World:
     """Where sandboxes of both kinds can be opened."""
 
-    def __init__(self, folder: Path, url: str, token: str) -> None:
+    def __init__(self, folder: Path, url: str, token: str, image: str) -> None:
         self.root, self.state, self.there = folder / "leases", folder / "docker", folder / "there"
-        self.where = {"docker": ("tasks:1",), "remote": (url, token)}
+        self.where = {"docker": (image,), "remote": (url, token)}
+        self.image = image
 
     def open(self, kind: str, starts: int = 8) -> DockerSandboxes | RemoteSandboxes:
         made = DockerSandboxes if kind == "docker" else RemoteSandboxes
         return made(*self.where[kind], starts=starts, root=self.root)
 
-    def left(self) -> list[Path]:
+    def left(self) -> list[Path | str]:
         """Leases and their folders, containers, folders on the server."""
-        return [*self.root.glob("*"), *self.state.glob("c*"), *self.there.glob("*")]
-
-    def asked_of_docker(self, command: str) -> list[list[str]]:
-        lines = (self.state / "asked").read_text().splitlines()
-        return [said for said in map(json.loads, lines) if said[0] == command]
+        return [*self.root.glob("*"), *containers(), *self.there.glob("*")]
 
 
 @pytest.fixture(scope="module")
@@ -84,21 +81,37 @@ def server() -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture
-def world(tmp_path: Path, server: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(
+    tmp_path: Path, server: tuple[str, str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[World]:
     if shutil.which("bwrap") is None:
         pytest.skip(MISSING)
-    made = World(tmp_path, *server)
-    (made.state / "testbed").mkdir(parents=True)
-    (made.state / "testbed" / "a.py").write_text("x = 1\n")
-    program = tmp_path / "bin" / "docker"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {STANDIN} {made.state} "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    image = request.config.getoption("--docker-image")
+    made = World(tmp_path, *server, image or "tasks:1")
+    if image is None:
+        stand_in(made, tmp_path / "bin" / "docker")
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setattr("pipeline.sandboxes.rex.THERE", str(made.there))
     yield made
-    for file in made.state.glob("c*.json"):
-        subprocess.run([program, "rm", file.stem], check=True)
+    for container in containers():
+        docker("rm", "--force", container)
+
+
+def stand_in(world: World, program: Path) -> None:
+    (world.state / "testbed").mkdir(parents=True)
+    (world.state / "testbed" / "a.py").write_text("x = 1\n")
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {STANDIN} {world.state} "$@"\n')
+    program.chmod(0o755)
+
+
+def docker(*arguments: str) -> str:
+    return subprocess.run(["docker", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def containers() -> list[str]:
+    """Of sandboxes, running or not."""
+    return docker("ps", "--all", "--quiet", "--filter", f"label={LABEL}").split()
 
 
 @KINDS
@@ -127,7 +140,7 @@ async def test_commands_work_in_a_copy_and_what_they_say_and_leave_is_bounded(wo
     assert (await box.run('cat "$PRIVATE/note"', 10, private=True)).output == "1\n"
     assert (await box.run('echo "<$PRIVATE>"', 10)).output == "<>\n"
     await boxes.close()
-    assert not left_over(world)
+    assert not world.left()
 
 
 @KINDS
@@ -159,7 +172,7 @@ async def test_closing_ends_a_command_and_leaves_nothing(world: World, kind: str
         await running
     with pytest.raises(SandboxError, match="closed"):
         await box.run("true", 1)
-    assert not sleeping(seconds) and not left_over(world)
+    assert not sleeping(seconds) and not world.left()
 
 
 @KINDS
@@ -170,7 +183,7 @@ async def test_opening_again_replaces_what_a_lost_try_left(world: World, kind: s
     assert (await box.run("ls", 10)).output == "a\n"
     assert len(list(world.root.glob("*.lease.json"))) == 1
     await boxes.close()
-    assert not left_over(world)
+    assert not world.left()
 
 
 @KINDS
@@ -183,38 +196,38 @@ async def test_after_sigkill_of_the_owner_the_next_start_removes_everything(worl
     owner.kill()
     await owner.communicate()
     await world.open(kind).start()
-    assert not sleeping(seconds) and not left_over(world)
+    assert not sleeping(seconds) and not world.left()
 
 
 async def test_a_container_is_limited_and_found_by_its_label(world: World):
     boxes = world.open("docker")
     box = await boxes.open("run-train1-2.3-0", {}, Limits(cpu=0.5, memory_mb=512, processes=10))
-    (said,) = world.asked_of_docker("run")
-    pairs = dict(zip(said, said[1:], strict=False))
-    assert (pairs["--cpus"], pairs["--memory"], pairs["--pids-limit"]) == ("0.5", "768m", "74")
-    assert pairs["--label"].startswith("rollout.sandbox=run-train1-2.3-0~")
+    (said,) = json.loads(docker("inspect", *containers()))
+    limits = said["HostConfig"]
+    assert (limits["NanoCpus"], limits["Memory"], limits["PidsLimit"]) == (500_000_000, 768 << 20, 74)
+    assert said["Config"]["Labels"][LABEL].startswith("run-train1-2.3-0~")
     await box.close()
-    assert not left_over(world)
+    assert not world.left()
 
 
 async def test_a_reaper_that_knows_no_configuration_removes_containers(world: World):
     box = await world.open("docker").open("t", {}, SMALL)
     assert reap(world.root, alive=lambda owner: False) == ["t"]
-    assert not left_over(world)
+    assert not world.left()
     with pytest.raises(SandboxError):
         await box.run("true", 1)
 
 
 async def test_a_task_may_begin_in_a_folder_of_its_image(world: World):
     boxes = world.open("docker")
-    box = await boxes.open("t", ImageFolder("tasks:1", "/tmp/testbed"), SMALL)
+    box = await boxes.open("t", ImageFolder(world.image, "/tmp/testbed"), SMALL)
     assert (await box.run("cat a.py; pwd", 10)).output == "x = 1\n/tmp/testbed\n"
     with pytest.raises(SandboxError, match="no:2"):
         await boxes.open("u", ImageFolder("no:2", "/tmp/testbed"), SMALL)
     await boxes.close()
-    assert not left_over(world)
-    with pytest.raises(SandboxError, match="begins in the image tasks:1"):
-        await world.open("remote").open("t", ImageFolder("tasks:1", "/tmp/testbed"), SMALL)
+    assert not world.left()
+    with pytest.raises(SandboxError, match=f"begins in the image {world.image}"):
+        await world.open("remote").open("t", ImageFolder(world.image, "/tmp/testbed"), SMALL)
 
 
 async def test_many_share_a_server_at_the_same_time(world: World):
@@ -225,7 +238,7 @@ async def test_many_share_a_server_at_the_same_time(world: World):
     assert [ran.output for ran in outputs] == [str(number) for number in range(6)]
     assert time.monotonic() - started < 5
     await boxes.close()
-    assert not left_over(world)
+    assert not world.left()
 
 
 async def test_a_server_that_refuses_or_is_not_there_is_the_sandboxes_fault(world: World):
@@ -243,10 +256,6 @@ async def test_what_a_command_writes_in_its_keepers_name_is_not_believed(world: 
     with pytest.raises(SandboxError, match="another than its keeper"):
         await box.run(forge, 10)
     await boxes.close()
-
-
-def left_over(world: World) -> list[Path]:
-    return [path for path in world.left() if path != world.state / "testbed"]
 
 
 def sleeping(seconds: str) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.agents.commands import block, command_in
-from pipeline.agents.reference import first_file, mending_command, replaced_lines
+from pipeline.agents.reference import first_file, mending_command, next_message, replaced_lines
 from pipeline.records import STUDENT, TEACHER, StepContext, Task
 from pipeline.sandboxes.local import MISSING
 from tests.pipeline.agents.repairing import DOWN, MEND, World
@@ -125,6 +125,19 @@ async def test_a_folder_that_does_not_exist_any_more_is_the_sandboxes_fault(tmp_
     shutil.rmtree(folder)
     sample, _ = await world.play(block("submit"))
     assert (sample.status, sample.abort_reason, sample.phase) == ("aborted", "infra_sandbox", "init")
+
+
+def test_the_reference_teacher_says_commands_as_the_agent_reads_them(tmp_path: Path):
+    task = World(tmp_path, [DOWN]).task
+    asked = {"One command in a bash block.": ("bash", "submit")}
+    asked["One ```mswea_bash_command block."] = ("mswea_bash_command", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    for so_far, (fence, submit) in asked.items():
+        said = []
+        for _ in range(3):
+            said.append(next_message(task, so_far))
+            so_far += said[-1]
+        assert said[0] == f"```{fence}\ncat a.py\n```" and said[2] == f"```{fence}\n{submit}\n```"
+        assert said[1].startswith(f"```{fence}\nsed -i")
 
 
 async def test_the_reference_teacher_solves_the_task_and_takes_over_from_a_student(tmp_path: Path):

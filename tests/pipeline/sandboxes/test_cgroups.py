@@ -19,8 +19,11 @@ def test_version_1_controllers_are_found_below_the_own_group(tmp_path: Path):
     found = cgroups.find(mountinfo, own)
     assert found["memory"] == cgroups.Hierarchy(1, tmp_path / "memory" / "mine")
     assert found["pids"] == cgroups.Hierarchy(1, tmp_path / "pids")
+    swap = tmp_path / "memory/mine/rollout-x/memory.memsw.limit_in_bytes"
+    swap.parent.mkdir()
+    swap.touch()
     group = cgroups.limit(found, "x", Limits(memory_mb=10, processes=5))
-    assert group.limits == {"memory": "cgroup v1", "pids": "cgroup v1"}
+    assert group.limits == {"memory": "cgroup v1", "pids": "cgroup v1"} and swap.read_text() == str(10 * 2**20)
     assert (tmp_path / "memory/mine/rollout-x/memory.limit_in_bytes").read_text() == str(10 * 2**20)
     assert (tmp_path / "pids/rollout-x/pids.max").read_text() == "9"
 

@@ -38,6 +38,8 @@ async def test_there_is_no_network(sandboxes: LocalSandboxes):
     assert "Connection refused" in await said(sandboxes, f'python3 -c "{code}"; ls /sys/class/net 2>&1')
     code = "import socket; socket.create_connection(('1.1.1.1', 80), 2)"
     assert "unreachable" in await said(sandboxes, f'python3 -c "{code}"')
+    code = "import socket; socket.socket(socket.AF_VSOCK)"  # reaches a virtual machine's host from any network namespace
+    assert "Operation not permitted" in await said(sandboxes, f'python3 -c "{code}"')
 
 
 async def test_nothing_outside_the_folder_can_be_written(sandboxes: LocalSandboxes):

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from pipeline.buffer.lock import ProcessId
+from pipeline.errors import SandboxError
 from pipeline.sandboxes.base import Limits
 from pipeline.sandboxes.leases import Lease, reap, remove_folder, sandbox_name
 from pipeline.sandboxes.local import LocalSandboxes
@@ -110,6 +111,17 @@ async def test_after_sigkill_of_the_owner_no_process_lives_and_the_next_start_re
     assert not left_in(root)
 
 
+def test_where_others_could_reach_in_no_sandbox_is_made(tmp_path: Path, root: Path):
+    (tmp_path / "open").mkdir()
+    root.symlink_to(tmp_path / "open")
+    with pytest.raises(SandboxError, match="is a link"):
+        LocalSandboxes(root=root)._own_root()
+    root.unlink()
+    root.mkdir(mode=0o777)
+    LocalSandboxes(root=root)._own_root()
+    assert root.stat().st_mode & 0o777 == 0o700
+
+
 def test_the_reaper_goes_by_owner_and_by_age(root: Path):
     me = ProcessId.of(os.getpid())
     assert me is not None
@@ -165,6 +177,13 @@ def test_removing_a_folder_never_follows_a_link(tmp_path: Path):
     (folder / "closed").chmod(0)
     remove_folder(folder)
     assert not folder.exists() and (outside / "kept").exists()
+
+
+def test_a_folder_of_any_depth_is_removed(tmp_path: Path):
+    deeper = "import os\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')"
+    subprocess.run([sys.executable, "-c", deeper], cwd=tmp_path, check=True)
+    remove_folder(tmp_path / "d")
+    assert not list(tmp_path.iterdir())
 
 
 def left_in(root: Path) -> list[Path]:

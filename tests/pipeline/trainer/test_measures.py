@@ -13,6 +13,12 @@ def test_unscored_and_aborted_samples_are_counted_beside_the_mean():
     assert (found["staleness_mean"], found["staleness_max"]) == (0.5, 1)
 
 
+def test_answers_that_histories_left_out_are_counted():
+    group = make_group(0, (1.0, 0.0))
+    group.samples[0].turns = ({"dropped_tokens": 3}, {}, {"dropped_tokens": 4})
+    assert rollout_measures([group], step=1)["dropped_tokens"] == 7
+
+
 def test_what_is_not_known_is_none():
     found = rollout_measures([make_group(0, ("abort", "abort"))], step=1)
     assert found["reward_mean"] is None and found["response_tokens_mean"] is None
