@@ -152,9 +152,11 @@ def test_a_third_of_a_gpu_packs_three_and_ray_counts_them_in_the_bundle(workers:
 
 
 def test_the_death_of_a_samples_process_costs_that_sample_alone(workers: dict, run: RunPaths, tmp_path: Path) -> None:
-    samples, _ = play(workers, run, tmp_path / "dies", 4, gpu=0.5, die=2)
+    samples, tokens = play(workers, run, tmp_path / "dies", 4, gpu=0.5, die=2)
     assert [sample.status for sample in samples] == ["ok", "ok", "aborted", "ok"]
-    assert samples[2].reward is None and samples[2].abort_reason == "infra_conn"
+    lost = samples[2]
+    assert lost.reward is None and lost.abort_reason == "infra_conn" and not lost.loss_mask.any()
+    assert (lost.phase, lost.node) == ("run", tokens[2].node) and lost.seconds > 0
 
 
 def test_a_layout_that_ray_cannot_give_is_refused_with_what_it_has(cluster: Cluster) -> None:
