@@ -60,13 +60,14 @@ def live(made: Program, steps: int, until: int) -> tuple[list[Look], int]:
     begun = trained(paths)
     wait_for(lambda: trained(paths) > begun, LIFE_S, f"step {begun + 1}", command)
     resumed_s = first_after(paths, started) - started
-    looks, at, step = [], time.time(), trained(paths)
+    looks, at, step, cpu_s = [], time.time(), trained(paths), cpu_seconds(made)
     for number in range(1, LOOKS + 1):
         target = begun + (until - begun) * number // LOOKS
         wait_for(lambda target=target: trained(paths) >= target, LIFE_S, f"step {target}", command)
-        now, reached = time.time(), trained(paths)
-        looks.append({"step": reached, "resume_s": resumed_s, "step_s": (now - at) / (reached - step)} | look(made, paths))
-        at, step = now, reached
+        now, reached, used_s = time.time(), trained(paths), cpu_seconds(made)
+        pace = {"step_s": (now - at) / (reached - step), "step_cpu_s": (used_s - cpu_s) / (reached - step)}
+        looks.append({"step": reached, "resume_s": resumed_s} | pace | look(made, paths))
+        at, step, cpu_s = now, reached, used_s
     if until < steps:
         command.send(signal.SIGINT)
     return looks, ended(command)
@@ -84,6 +85,15 @@ def ended(command: Command) -> int:
     if done.code not in (0, STOPPED):
         raise AssertionError(f"the command ended with {done.code}: {done.err[-2000:]}")
     return done.code
+
+
+def cpu_seconds(made: Program) -> float:
+    """Of everything that lives: what a step costs, whoever else is on the machine."""
+    times = []
+    for process in made.processes():
+        with suppress(psutil.Error):
+            times.append(process.cpu_times())
+    return sum(each.user + each.system for each in times)
 
 
 def look(made: Program, paths: RunPaths) -> Look:
@@ -125,10 +135,10 @@ def size_of(path: Path) -> int:
 
 def table(looks: list[Look]) -> str:
     """A line a look, then a line a kind of process."""
-    lines = ["step  resume_s  s/step  memory_mb  open_files  threads  disk_mb"]
+    lines = ["step  resume_s  s/step  cpu_s/step  memory_mb  open_files  threads  disk_mb"]
     for now in looks:
         sums = "  ".join(f"{sum(now[name].values()):9.1f}" for name in ("memory_mb", "open_files", "threads", "disk_mb"))
-        lines.append(f"{now['step']:>4}  {now['resume_s']:>8.1f}  {now['step_s']:6.3f}  {sums}")
+        lines.append(f"{now['step']:>4}  {now['resume_s']:>8.1f}  {now['step_s']:6.3f}  {now['step_cpu_s']:10.3f}  {sums}")
     for name in ("memory_mb", "open_files", "threads", "disk_mb"):
         lines += ["", f"{name}, look by look"]
         for kind in sorted({kind for now in looks for kind in now[name]}):
