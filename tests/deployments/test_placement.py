@@ -144,6 +144,11 @@ def ended(calls: list) -> list:
     return sorted((sample for part in ray.get(calls, timeout=90) for sample in part), key=lambda sample: sample.index)
 
 
+def alive(**where: str) -> list:
+    """Actors, as Ray's state API says."""
+    return list_actors(filters=[("state", "=", "ALIVE"), *((name, "=", value) for name, value in where.items())], detail=True)
+
+
 def seen(folder: Path) -> dict[int, tuple[int, str]]:
     """index -> (pid, CUDA_VISIBLE_DEVICES) of each sample's process."""
     found = {}
@@ -179,9 +184,16 @@ def test_rays_state_shows_the_group_and_every_worker_and_child_in_its_bundle(wor
     (group,) = [found for found in list_placement_groups(detail=True) if found.name == placement.group_name("layout")]
     assert group.state == "CREATED"
     assert [bundle["unit_resources"] for bundle in group.bundles] == [placement.bundle_of(node) for node in NODES]
-    standing = list_actors(filters=[("placement_group_id", "=", group.placement_group_id), ("state", "=", "ALIVE")], detail=True)
-    print(standing, group)
-    assert Counter(actor.class_name for actor in standing) == {"EvaluatorWorkerActor": 2, "SampleActor": 8}
+    standing = alive(placement_group_id=group.placement_group_id)
+    children = [actor for actor in standing if actor.class_name == "SampleActor"]
+    held = Counter(token.node for token in tokens)
+    for index, (node, bundle) in enumerate(zip(NODES, group.bundles, strict=True)):
+        here = [actor for actor in standing if actor.node_id == bundle["node_id"]]
+        assert Counter(actor.class_name for actor in here) == {"EvaluatorWorkerActor": 1, "SampleActor": held[node.node]}
+        asked = [f"{name}_group_{index}_{group.placement_group_id}" for name in ("GPU", "CPU", "memory")]
+        for child in (actor for actor in here if actor in children):
+            assert [child.required_resources[name] for name in asked] == [0.5, 0.25, int(0.1 * placement.GB)]
+    assert {child.pid for child in children} == {pid for pid, _ in seen(folder).values()}
     (folder / "0.go").touch()
     assert [sample.status for sample in ended(calls)] == ["ok"] * 8
 
@@ -191,9 +203,7 @@ def test_rays_state_shows_every_engine_in_a_group_of_its_own(cluster: Cluster) -
     serve.start(proxy_location="Disabled")
     serve.run(Engine.options(**replica_options(2, launch)).bind(), name="engines", route_prefix=None)
     groups = {group.placement_group_id: group for group in list_placement_groups(detail=True)}
-    replicas = list_actors(filters=[("class_name", "=", "ServeReplica:engines:Engine"), ("state", "=", "ALIVE")], detail=True)
-    print(replicas, groups)
-    own = [groups[replica.placement_group_id] for replica in replicas]
+    own = [groups[replica.placement_group_id] for replica in alive(class_name="ServeReplica:engines:Engine")]
     assert [[bundle["unit_resources"] for bundle in group.bundles] for group in own] == [[{"CPU": 0.5, "GPU": 0.5}]] * 2
     assert len({group.placement_group_id for group in own}) == 2
     serve.delete("engines")
