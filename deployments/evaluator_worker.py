@@ -142,13 +142,16 @@ class EvaluatorWorkerActor:
         """One sample in a process that holds its token. The death of the process is the sample's fault alone."""
         options = {**demand(token), **in_bundle(ray.util.get_current_placement_group(), self.bundle), "max_concurrency": 10}
         child = ray.remote(SampleActor).options(**options).remote(str(self.paths.root), self.node, self.bundle, token.gpu_id)
+        clock = asyncio.get_running_loop().time
+        started = clock()
         reference = child.run_samples.remote(task, [index], attempt, context, [token], player)
         try:
             async with asyncio.timeout(CHILD_START_S + worker.bound_s(task)):
                 return (await asyncio.wrap_future(reference.future()))[0]
         except (ray.exceptions.RayError, TimeoutError) as error:
             self.log.warning("the process of sample %d.%d is lost", task.ordinal, index, exc_info=error)
-            return worker.aborted(task, index, attempt, context, unwrap(error, "the sample's process"))
+            fault = unwrap(error, "the sample's process")
+            return worker.aborted(task, index, attempt, context, token, fault, clock() - started)
         finally:
             ray.kill(child)
 

@@ -64,8 +64,8 @@ class Ledger:
         self.remove_payloads(row["ordinal"])
 
     def remove_payloads(self, ordinal: int) -> None:
-        self.db.execute("DELETE FROM payloads WHERE ordinal = ?", (ordinal,))
-        self.sweep = True
+        gone = self.db.execute("DELETE FROM payloads WHERE ordinal = ? RETURNING segment", (ordinal,)).fetchall()
+        self.sweep |= any(row["segment"] is not None for row in gone)
 
     def end(self, row: sqlite3.Row, number: int, state: str, reason: str | None) -> None:
         self.db.execute(

@@ -46,11 +46,12 @@ def evict(ledger: Ledger) -> int:
 
 
 def evictable(db: sqlite3.Connection, keep_groups: int | None) -> list[int]:
-    """Trained groups whose rows are stored and wanted by nobody."""
+    """Trained groups whose rows are stored and wanted by nobody. CROSS: begins with what is stored, of which there is little, and
+    not with all that was ever trained."""
     if keep_groups is None:
         return []
     rows = db.execute(
-        "SELECT ordinal FROM payloads JOIN ordinals USING (ordinal)"
+        "SELECT ordinal FROM payloads CROSS JOIN ordinals USING (ordinal)"
         " WHERE name = 'rows' AND state = 'trained' AND consumed_step <= ?"
         " ORDER BY consumed_step DESC, ordinal DESC LIMIT -1 OFFSET ?",
         (safe_step(db), keep_groups),

@@ -110,6 +110,7 @@ def status(db: sqlite3.Connection) -> dict[str, Any]:
         "checkpoint_step": checkpoint,
         "ordinals": _counts(db),
         "dropped_by_reason": _dropped(db),
+        **_replaced(db),
         "attempts": _attempts(db),
         "capacity": {"total": get_meta(db, "capacity"), "used": used_capacity(db)},
         "stages": _stages(db),
@@ -140,6 +141,16 @@ def _counts(db: sqlite3.Connection) -> dict[str, int]:
 def _dropped(db: sqlite3.Connection) -> dict[str, int]:
     rows = db.execute("SELECT reason, count(*) FROM ordinals WHERE state = 'dropped' GROUP BY reason ORDER BY reason")
     return {row[0]: row[1] for row in rows}
+
+
+def _replaced(db: sqlite3.Connection) -> dict[str, int]:
+    """Of the dropped groups: how many others took the place of, and how many left their step short: its rollout has ended, so that
+    nothing takes their place any more. Trained groups are those of all slots but these."""
+    row = db.execute(
+        "SELECT count(replaced_by) AS replaced, coalesce(sum(replaced_by IS NULL AND closed = 1), 0) AS short_late"
+        " FROM ordinals JOIN steps USING (step) WHERE state = 'dropped'"
+    ).fetchone()
+    return dict(row)
 
 
 def _attempts(db: sqlite3.Connection) -> dict[str, int]:

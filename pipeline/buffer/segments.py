@@ -15,6 +15,7 @@ import hashlib
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.durable import sync
@@ -66,12 +67,12 @@ class Segments:
                 raise
             self._synced = self._size
 
-    def remove_unused(self, used: set[int]) -> int:
+    def remove_unused(self, is_used: Callable[[int], bool]) -> int:
         """Delete whole segments that nothing refers to, except the open one; returns the bytes freed."""
         freed = 0
         for path in self._folder.glob("*.seg"):
             number = int(path.stem)
-            if number not in used and not (number == self._number and self._file is not None):
+            if not (number == self._number and self._file is not None) and not is_used(number):
                 freed += path.stat().st_size
                 path.unlink()
         return freed

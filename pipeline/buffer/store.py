@@ -161,11 +161,13 @@ class Store:
         if not self._ledger.sweep:
             return
         try:
-            used = self._ledger.all("SELECT DISTINCT segment FROM payloads WHERE segment IS NOT NULL")
-            self._segments.remove_unused({row["segment"] for row in used})
+            self._segments.remove_unused(self._is_used)
             self._ledger.sweep = False
         except (OSError, sqlite3.Error) as error:
             logger.warning("segments of %s could not be removed: %s", self._paths.groups, error)
+
+    def _is_used(self, segment: int) -> bool:
+        return self._ledger.one("SELECT 1 FROM payloads WHERE segment = ? LIMIT 1", segment) is not None
 
     def _storage_error(self, error: OSError | sqlite3.Error) -> StoreError:
         name = getattr(error, "sqlite_errorname", "") or ""

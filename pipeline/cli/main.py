@@ -19,7 +19,8 @@ import typer
 from pipeline.cli import bench, cancel, doctor, fork, gc, make_teacher, plan, report, schema, status, tasks
 from pipeline.cli import eval as eval_command
 from pipeline.cli import run as run_command
-from pipeline.errors import Locked, RolloutError, UserError, root_cause
+from pipeline.cli.exits import FAILED, FINISHED, USAGE, explain, say
+from pipeline.errors import RolloutError
 
 COMMANDS = (
     run_command, fork, cancel, plan, status, report, eval_command, tasks, make_teacher, bench, gc, doctor, schema,
@@ -29,7 +30,6 @@ COMMANDS = (
 UsageError = typer.BadParameter.__base__
 """What the command line itself refuses, whichever way typer brings its parser along."""
 
-FINISHED, FAILED, USAGE, STOPPED, LOCKED = 0, 1, 2, 3, 4
 INTERRUPTED = 130
 """Ctrl-C during a command that is no run: a run handles its signals itself."""
 
@@ -57,18 +57,14 @@ def run(arguments: Sequence[str]) -> int:
     try:
         result = build_app()(args=rest or ["--help"], prog_name="rollout", standalone_mode=False)
         return result if isinstance(result, int) else FINISHED
-    except UserError as error:
-        return _say(str(error), USAGE)
     except UsageError as error:
-        return _say(_usage(error), USAGE)
-    except Locked as error:
-        return _say(str(error), LOCKED)
+        return say(_usage(error), USAGE)
     except RolloutError as error:
         if debug:
             traceback.print_exc()
-        return _say(_with_cause(error), FAILED)
+        return explain(error)
     except (KeyboardInterrupt, typer.Abort):
-        return _say("interrupted", INTERRUPTED)
+        return say("interrupted", INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output went away, as `| head` does; keep the interpreter from complaining about it at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -77,13 +73,7 @@ def run(arguments: Sequence[str]) -> int:
         if debug:
             traceback.print_exc()
             return FAILED
-        return _say(f"unexpected {type(error).__name__}: {error} (traceback in {_log_traceback()})", FAILED)
-
-
-def _say(text: str, code: int) -> int:
-    for line in text.splitlines():
-        typer.echo(f"error: {line}", err=True)
-    return code
+        return say(f"unexpected {type(error).__name__}: {error} (traceback in {_log_traceback()})", FAILED)
 
 
 def _usage(error: Exception) -> str:
@@ -91,12 +81,6 @@ def _usage(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     message = " ".join(error.format_message().split())
     return f"{message} (see `{context.command_path if context else 'rollout'} --help`)"
-
-
-def _with_cause(error: RolloutError) -> str:
-    cause = root_cause(error)
-    text = str(error)
-    return text if error.__cause__ is None or cause.partition(": ")[2] in text else f"{text} (cause: {cause})"
 
 
 def _log_traceback() -> Path:

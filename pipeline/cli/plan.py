@@ -46,7 +46,7 @@ def make_plan(loaded: Loaded) -> dict[str, Any]:
         "values": {key: {"value": _plain(value), "origin": loaded.origins[key]} for key, value in values.items()},
         "datasets": {name: _dataset(config, catalog, name) for name in config.datasets},
         "stream": _stream(config, catalog),
-        "schedules": [_step(config, step) for step in _steps(config.trainer.steps)],
+        "schedules": [_step(config, step) for step in range(1, config.trainer.steps + 1)],
         "resources": _resources(config),
     }
 
@@ -99,11 +99,6 @@ def _resources(config: RunConfig) -> dict[str, Any] | None:
     if config.run.ray.address is not None:
         return None
     return prove(config, this_machine(config.run.ray)).as_dict()
-
-
-def _steps(last: int) -> list[int]:
-    """The first step, the quarters, and the last."""
-    return sorted({1, *(max(1, last * quarter // 4) for quarter in (1, 2, 3)), last})
 
 
 def _step(config: RunConfig, step: int) -> dict[str, float]:

@@ -54,9 +54,11 @@ def _stream(stream: dict[str, Any]) -> Text:
 
 
 def _schedules(steps: list[dict[str, float]]) -> Table:
+    """A row for every step; neighbours that have the same values share one."""
     table = _table(*steps[0])
-    for row in steps:
-        table.add_row(*(f"{value:.6g}" for value in row.values()))
+    for shown, rows in groupby(steps, key=lambda row: [f"{value:.6g}" for name, value in row.items() if name != "step"]):
+        same = [row["step"] for row in rows]
+        table.add_row(f"{same[0]}" if len(same) == 1 else f"{same[0]} to {same[-1]}", *shown)
     return table
 
 

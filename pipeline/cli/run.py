@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipeline.cli.exits import FINISHED, STOPPED, explain
 from pipeline.cli.options import ConfigArgument, OverridesArgument, RunIdOption, RunsDirOption
 
 if TYPE_CHECKING:
@@ -58,9 +59,25 @@ def resume(
     root = run_root(runs_dir)
     if every == (run is not None):
         raise UserError("give one RUN to resume, or --all")
-    chosen = [find_run(root, run)] if run is not None else [paths for paths in reversed(list_runs(root)) if _is_interrupted(paths)]
-    codes = [_resume(paths, overrides or [], started) for paths in chosen]
-    return max(codes, default=0)
+    if run is not None:
+        return _resume(find_run(root, run), overrides or [], started)
+    return _resume_all(list(reversed(list_runs(root))), overrides or [])
+
+
+def _resume_all(runs: list[RunPaths], overrides: list[str]) -> int:
+    """One run that cannot go on does not keep the others from it; a person who stops one means all. Returns the worst exit code."""
+    from pipeline.errors import RolloutError
+
+    worst = FINISHED
+    for paths in runs:
+        try:
+            code = _resume(paths, overrides, time.time()) if _is_interrupted(paths) else FINISHED
+        except RolloutError as error:
+            code = explain(error)
+        if code == STOPPED:
+            return code
+        worst = max(worst, code)
+    return worst
 
 
 def _resume(paths: RunPaths, overrides: list[str], started: float) -> int:

@@ -36,7 +36,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     said = _read(path)
     data = copy.deepcopy(said)
     overridden = [_apply(data, override) for override in overrides]
-    _resolve_paths(data, path.resolve().parent)
+    folder = path.resolve().parent
+    _resolve_paths(data, folder)
+    if isinstance(data.get("layout"), str):
+        data["layout"] = _read(folder / Path(data["layout"]).expanduser())
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
@@ -211,7 +214,7 @@ def _origin(key: str, said: dict[str, Any], overridden: list[str]) -> Origin:
         elif isinstance(place, list) and name.isdigit() and int(name) < len(place):
             place = place[int(name)]
         else:
-            # A shorthand was given here (`layout.nodes.a: [0, 1]`): whatever lies below was said by it.
+            # A shorthand was given here (`layout.nodes.a: [0, 1]`, `layout: file`): whatever lies below was said by it.
             return "default" if place is None else "file"
         if place is _MISSING:
             return "default"

@@ -19,6 +19,7 @@ class RunConfig(Strict):
     datasets: dict[str, Dataset] = Field(min_length=1)
     specs: tuple[Spec, ...] = (Spec(),)
     layout: Layout | None = None
+    """Or the path of a file (YAML or JSON) that holds it, relative to the configuration file."""
     rollout: Rollout = Rollout()
     buffer: Buffer = Buffer()
     teacher_stage: TeacherStage = TeacherStage()

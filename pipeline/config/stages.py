@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 
 from pipeline.config.base import Strict
 
+SWE_CONCURRENCY = 4
+"""Samples of one evaluator of task type `swe` that run at the same time."""
+
 
 class SamplingPart(Strict):
     """None inherits from the level above."""
@@ -83,7 +86,7 @@ class ResourcePart(Strict):
     cpu: float = Field(0.0, ge=0)
     memory_gb: float = Field(0.0, ge=0)
     concurrency: int = Field(64, ge=1)
-    """Samples of one evaluator that run at the same time, at most."""
+    """Samples of one evaluator that run at the same time, at most; in a spec of task type `swe` 4 unless given."""
     custom: dict[str, float] = {}
     """Other things that a node has so many of (`layout.nodes.*.custom`): the pool counts them, Ray does not."""
 
@@ -141,6 +144,15 @@ class Spec(Strict):
     run_timeout_s: float = Field(600.0, gt=0)
     verify_timeout_s: float = Field(60.0, gt=0)
     cleanup_timeout_s: float = Field(30.0, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_repairs_at_once(cls, said: Any) -> Any:
+        """A repair keeps a sandbox busy: without a word in `resource.concurrency` fewer of them run than of other samples."""
+        if not isinstance(said, dict) or said.get("task_type") != "swe":
+            return said
+        resource = said.get("resource", {})
+        return said | {"resource": {"concurrency": SWE_CONCURRENCY} | resource} if isinstance(resource, dict) else said
 
 
 class NodeLayout(Strict):

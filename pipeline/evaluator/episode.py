@@ -144,13 +144,20 @@ def _finished(episode: Episode, progress: _Progress) -> Sample:
 
 
 def _aborted(episode: Episode, progress: _Progress, fault: BaseException) -> Sample:
-    sample = abort(episode, fault, progress.phase)
+    sample = _abort(episode, fault, progress.phase)
     if progress.trajectory is not None:
         sample.agent_reason, sample.text = progress.trajectory.finish_reason, progress.trajectory.text
     return sample
 
 
-def abort(episode: Episode, fault: BaseException, phase: str) -> Sample:
+def cut_off(episode: Episode, fault: BaseException, token: PlacementToken, turns: list[dict[str, Any]], seconds: float) -> Sample:
+    """The sample of an episode that came to no end of its own: what is known of it from outside."""
+    sample = _abort(episode, fault, "run")
+    sample.node, sample.turns, sample.seconds = token.node, _turns(turns, None, token), seconds
+    return sample
+
+
+def _abort(episode: Episode, fault: BaseException, phase: str) -> Sample:
     """The aborted sample of an episode: fully masked, its prompt kept where it can be rendered."""
     try:
         prompt = [int(token) for token in episode.renderer.render(episode.task.messages)]

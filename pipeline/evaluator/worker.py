@@ -20,7 +20,7 @@ from pipeline.buffer.api import Attempt
 from pipeline.config.schema import RunConfig
 from pipeline.engines.base import Engine, Version
 from pipeline.errors import AgentTimeout, ConfigError
-from pipeline.evaluator.episode import abort, play
+from pipeline.evaluator.episode import cut_off, play
 from pipeline.evaluator.generation import CallPolicy, GroupGenerator, SampleGenerator
 from pipeline.evaluator.spec import EvaluatorSpec, PhaseTimeouts, PlacementToken
 from pipeline.records import Sample, StepContext, Task, sample_seed
@@ -87,11 +87,12 @@ class EvaluatorWorker:
         timeouts = self._timeouts(task)
         group = GroupGenerator(self._engine, Version(context.min_version, context.exact_version), self._policy)
         acting = self._acting(task)
-        episodes, plays = [], []
+        clock = asyncio.get_running_loop().time
+        started, lives, plays = clock(), [], []
         for index, token in zip(indices, tokens, strict=True):
             episode, generator = self._episode(task, index, attempt, context, group, timeouts)
             episode = self._equipped(episode, generator, acting, token)
-            episodes.append(episode)
+            lives.append((episode, token, generator.turns))
             plays.append(asyncio.create_task(self._play(episode, generator, timeouts, token), name=f"{task.ordinal}.{index}"))
         try:
             await asyncio.wait(plays, timeout=timeouts.total_s + GRACE_S)
@@ -100,14 +101,23 @@ class EvaluatorWorker:
             await group.close()
             if acting is not None:
                 await acting.close()
-        return [self._sample(playing, episode) for playing, episode in zip(plays, episodes, strict=True)]
+        seconds = clock() - started
+        return [self._sample(playing, *life, seconds) for playing, life in zip(plays, lives, strict=True)]
 
-    def aborted(self, task: Task, index: int, attempt: Attempt, context: StepContext, fault: BaseException) -> Sample:
-        """The sample of an episode whose process was lost: its siblings go on."""
+    def aborted(
+        self,
+        task: Task,
+        index: int,
+        attempt: Attempt,
+        context: StepContext,
+        token: PlacementToken,
+        fault: BaseException,
+        seconds: float,
+    ) -> Sample:
+        """The sample of an episode whose process was lost after so many seconds, its turns with it: its siblings go on."""
         group = GroupGenerator(self._engine, Version(context.min_version, context.exact_version), self._policy)
-        sample = abort(self._episode(task, index, attempt, context, group, self._timeouts(task))[0], fault, "run")
-        sample.node = self.node
-        return sample
+        episode, _ = self._episode(task, index, attempt, context, group, self._timeouts(task))
+        return cut_off(episode, fault, token, [], seconds)
 
     def bound_s(self, task: Task) -> float:
         """Seconds within which `run_samples` returns."""
@@ -186,7 +196,9 @@ class EvaluatorWorker:
         if not playing.cancelled() and (error := playing.exception()) is not None:
             log.error("sample %s ended late", playing.get_name(), exc_info=error)
 
-    def _sample(self, playing: asyncio.Task[Sample], episode: Episode) -> Sample:
+    def _sample(
+        self, playing: asyncio.Task[Sample], episode: Episode, token: PlacementToken, turns: list[dict[str, Any]], seconds: float
+    ) -> Sample:
         if not playing.done():
             fault: BaseException = AgentTimeout("the agent ignored its cancellation at the deadline")
         elif playing.cancelled():
@@ -196,6 +208,4 @@ class EvaluatorWorker:
             fault = error
         else:
             return playing.result()
-        sample = abort(episode, fault, "run")
-        sample.node = self.node
-        return sample
+        return cut_off(episode, fault, token, turns, seconds)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from pipeline.buffer.api import BufferClient, StageReport
@@ -36,8 +36,7 @@ class Fetcher:
         self._buffer = buffer
         self._call_timeout_s = call_timeout_s
         self._clock = clock
-        self._assigned: set[int] = set()
-        self._given: set[int] = set()
+        self._assigned, self._given = _FirstSeen(), _FirstSeen()
         self._served: Counter[str] = Counter()
         self._waiting_since: float | None = None
         self._busy_s = 0.0
@@ -58,15 +57,15 @@ class Fetcher:
         finally:
             self._waiting_since = None
         ordinals = [assignment.ordinal for assignment in sorted(assignments, key=lambda assignment: assignment.slot)]
-        self._assigned.update(ordinals)
+        self._assigned.note(ordinals)
         return ordinals
 
     def tasks(self, ordinals: Sequence[int]) -> list[Task]:
         """Tasks in the order of the ordinals."""
         started = self._clock()
         tasks = [self._catalog.task(ordinal) for ordinal in ordinals]
-        self._served.update(task.dataset for task in tasks if task.ordinal not in self._given)
-        self._given.update(ordinals)
+        first_seen = self._given.note(ordinals)
+        self._served.update(task.dataset for task in tasks if task.ordinal in first_seen)
         self._busy_s += self._clock() - started
         return tasks
 
@@ -76,7 +75,7 @@ class Fetcher:
             assignment = await self._buffer.replace(ordinal, self._catalog.limit)
         if assignment is None:
             return None
-        self._assigned.add(assignment.ordinal)
+        self._assigned.note([assignment.ordinal])
         return self.tasks([assignment.ordinal])[0]
 
     def eval_tasks(self, reader: str | None = None) -> list[Task]:
@@ -97,10 +96,26 @@ class Fetcher:
             actor="Fetcher",
             pid=os.getpid(),
             node=os.uname().nodename,
-            started=len(self._assigned),
+            started=self._assigned.count,
             finished=sum(self._served.values()),
             backlog=int(self._waiting_since is not None),
             oldest_s=waited,
             busy_s=self._busy_s,
             detail={"limit": self._catalog.limit, "served": dict(self._served)},
         )
+
+
+class _FirstSeen:
+    """Counts ordinals once. The ledger gives them out in rising order, so the highest one tells: nothing is kept of each. One that
+    two concurrent calls bring in the other order is left out, of a figure for people."""
+
+    def __init__(self) -> None:
+        self._highest = -1
+        self.count = 0
+
+    def note(self, ordinals: Iterable[int]) -> set[int]:
+        """Those that are new."""
+        new = {ordinal for ordinal in ordinals if ordinal > self._highest}
+        self._highest = max(new, default=self._highest)
+        self.count += len(new)
+        return new

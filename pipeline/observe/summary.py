@@ -41,6 +41,8 @@ def build_summary(paths: RunPaths, status: dict[str, Any]) -> dict[str, Any]:
             "ordinals": status.get("ordinals") or {},
             "attempts": status.get("attempts") or {},
             "dropped_by_reason": status.get("dropped_by_reason") or {},
+            "replaced": status.get("replaced") or 0,
+            "short_late": status.get("short_late") or 0,
             "seconds": {name: round(busy[name], 2) for name in in_flow_order(busy)},
             "seconds_total": round(seconds[-1], 2) if seconds else None,
             "first_step_s": first_step_seconds(rows),

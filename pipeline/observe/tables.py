@@ -97,7 +97,8 @@ def _states(source: dict[str, Any]) -> Table:
     table.add_row("", *(str(ordinals.get(name, "–")) for name in ("fetched", *GROUP_STATES)))
     reasons = source.get("dropped_by_reason") or {}
     if reasons:
-        table.caption = "dropped: " + ", ".join(f"{escape(name)} {count}" for name, count in sorted(reasons.items()))
+        said = ", ".join(f"{escape(name)} {count}" for name, count in sorted(reasons.items()))
+        table.caption = f"dropped: {said}; replaced {source.get('replaced', 0)}, short_late {source.get('short_late', 0)}"
         table.caption_justify = "left"
     return table
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from ray.util import list_named_actors, placement_group, remove_placement_group
+from ray.util import list_named_actors, placement_group, placement_group_table, remove_placement_group
 
 from deployments.cluster import SYSTEM
 from tests.e2e.program import Program, status, step, wait_for
@@ -37,7 +37,10 @@ def run(rollout: Program, tiny: Path, cluster: Cluster, name: str, *more: str):
 
 
 def left_of(name: str) -> list[str]:
-    return [actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["name"].startswith(f"{name}:")]
+    """Actors and placement groups."""
+    groups = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    actors = [actor["name"] for actor in list_named_actors(all_namespaces=True)]
+    return [found for found in (*actors, *groups) if found.startswith(f"{name}:")]
 
 
 def test_a_run_joins_takes_what_is_free_and_leaves_nothing(cluster: Cluster, rollout: Program, tiny: Path) -> None:

@@ -1,8 +1,22 @@
 """A run that fails says what failed, in one line and in the ledger, and leaves nothing behind."""
 
 import json
+import shutil
+
+import pytest
 
 from tests.e2e.program import adds_up, status
+
+DIES = """
+import os
+
+from pipeline.agents.scripted import Scripted
+
+
+class Dies(Scripted):
+    async def run(self, episode):
+        os._exit(1)
+"""
 
 
 def test_a_failing_stage_ends_the_run_and_is_named(rollout, tiny):
@@ -17,6 +31,18 @@ def test_a_failing_stage_ends_the_run_and_is_named(rollout, tiny):
     found = status(paths)
     assert found["state"] == "failed" and "evaluator_pool" in found["error"] and adds_up(found)
     assert json.loads(paths.summary.read_text())["state"] == "failed"
+
+
+@pytest.mark.fault(9)
+def test_workers_that_all_die_at_their_first_call_fail_the_run_within_a_minute(rollout, tiny, tmp_path):
+    for file in (tiny, tiny.with_name("words.jsonl")):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "dies.py").write_text(DIES)
+    done = rollout.call("run", tmp_path / tiny.name, "specs=[{agent: 'dies:Dies'}]", "--run-id", "r", timeout_s=60)
+    assert done.code == 1, done
+    (line,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: stage evaluator_pool: every evaluator worker died more than 3 times in a row")
+    assert rollout.processes() == [] and adds_up(status(rollout.run("r")))
 
 
 def test_the_end_of_the_data_is_an_end_and_says_so(rollout, tiny):

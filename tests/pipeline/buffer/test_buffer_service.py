@@ -187,6 +187,28 @@ async def test_a_dropped_group_is_replaced_in_its_slot_while_its_rollout_is_open
         await buffer.replace(0, None)
 
 
+@pytest.mark.parametrize("on_dropped", ["replace", "shrink"])
+async def test_what_is_replaced_and_what_leaves_a_step_short_is_counted(paths, on_dropped):
+    async with opened(paths, make_settings(on_dropped=on_dropped)) as buffer:
+        (first, _) = await buffer.assign(1, 2, None)
+        await buffer.discard(first.ordinal, "data")
+        assert (await buffer.status())["short_late"] == 0, "its place may still be taken"
+        replacement = await buffer.replace(first.ordinal, None)
+        for slot in await buffer.assign(1, 2, None):
+            if slot.state == "pending":
+                await roll_out(buffer, slot.ordinal, 1, NEEDS)
+        await buffer.close_rollout(1)
+        await buffer.discard(1, "scoring:BadReply")
+        assert await buffer.replace(1, None) is None
+        for slot in await buffer.assign(1, 2, None):
+            await buffer.mark_produced([make_column(slot.ordinal)])
+        trained = len((await buffer.select(1)).ordinals)
+        status = await buffer.status()
+        assert (status["replaced"], status["ordinals"]["dropped"]) == (int(replacement is not None), 2)
+        assert status["short_late"] == (1 if on_dropped == "replace" else 2)
+        assert trained == 1 * 2 - status["short_late"]
+
+
 async def test_a_replacement_always_finds_its_room(buffer):
     await buffer.assign(1, 2, None)
     await buffer.assign(2, 1, None)

@@ -19,7 +19,8 @@ async def test_a_new_run_is_starting_with_all_counts_zero(tmp_path):
     assert status == {
         "run_id": "first", "state": "starting", "error": None, "step": 0, "steps": 7, "weight_version": 0, "checkpoint_step": 0,
         "ordinals": {"fetched": 0, "pending": 0, "running": 0, "written": 0, "ready": 0, "consumed": 0, "trained": 0, "dropped": 0},
-        "dropped_by_reason": {}, "attempts": {"started": 0, "lost": 0, "late": 0, "regenerated": 0},
+        "dropped_by_reason": {}, "replaced": 0, "short_late": 0,
+        "attempts": {"started": 0, "lost": 0, "late": 0, "regenerated": 0},
         "capacity": {"total": None, "used": 0}, "stages": {}, "workflow": {"id": None, "nodes_done": 0, "nodes_rerun": 0},
     }  # fmt: skip
 

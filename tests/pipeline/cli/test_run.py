@@ -72,3 +72,30 @@ def test_a_damaged_ledger_is_named_and_left_as_it_is(rollout, drivers, config_fi
     code, _, err = rollout("resume", "one", "--runs-dir", runs)
     assert code == 2 and "not a run's database" in err
     assert paths.database.read_bytes() == found and len(drivers) == 1
+
+
+def test_a_run_that_cannot_go_on_does_not_keep_the_others_from_it(rollout, drivers, config_file, tmp_path):
+    runs = tmp_path / "runs"
+    for name in ("one", "two", "three"):
+        rollout("run", config_file, "--runs-dir", runs, "--run-id", name)
+    RunPaths(runs / "one").database.write_bytes(b"not a database, and longer than nothing")
+    (runs / "two" / "config.yaml").write_text("trainer: {stepz: 1}\n")
+    drivers.clear()
+    code, _, err = rollout("resume", "--all", "--runs-dir", runs)
+    assert code == 2 and [name for name, _ in drivers] == ["three"]
+    assert [line for line in err.splitlines() if line.startswith("error: ")][0].startswith(
+        f"error: {runs / 'one' / 'run.db'} cannot be"
+    )
+    assert "unknown key trainer.stepz" in err
+
+
+def test_who_stops_one_of_all_runs_stops_all(rollout, drivers, config_file, tmp_path, monkeypatch):
+    from workflows.run import Outcome
+
+    runs = tmp_path / "runs"
+    for name in ("one", "two"):
+        rollout("run", config_file, "--runs-dir", runs, "--run-id", name)
+    drivers.clear()
+    play = Played.run
+    monkeypatch.setattr(Played, "run", lambda self: Outcome(3, play(self).summary))
+    assert rollout("resume", "--all", "--runs-dir", runs)[0] == 3 and len(drivers) == 1

@@ -45,6 +45,35 @@ def test_override_reaches_into_lists_and_makes_missing_sections(tmp_path):
     assert config.layout.nodes == {"a": (0, 1)}
 
 
+@pytest.mark.parametrize("override", [[], ["layout=cluster.json", "layout.nodes.b=[2]"]])
+def test_a_layout_may_be_a_file_of_its_own(tmp_path, override):
+    (tmp_path / "cluster.json").write_text('{"nodes": {"a": [0, 1], "b": {"gpus": [0], "cpu": 8}}, "default_memory_gb": 32}')
+    if not override:
+        loaded = load(write(tmp_path, {**MINIMAL, "layout": "cluster.json"}))
+        assert loaded.config.layout.nodes["b"].cpu == 8
+        assert loaded.origins["layout.nodes.b.cpu"] == loaded.origins["layout.nodes.a"] == "file"
+    else:
+        loaded = load(write(tmp_path), override[:1])
+        assert loaded.origins["layout.default_memory_gb"] == "override"
+        assert "layout is 'cluster.json', which has no keys" in refusal(write(tmp_path), *override)
+    assert loaded.config.layout.nodes["a"] == (0, 1) and loaded.config.layout.default_memory_gb == 32
+
+
+def test_a_layout_file_that_is_not_there_or_wrong_is_refused(tmp_path):
+    path = write(tmp_path, {**MINIMAL, "layout": "cluster.yaml"})
+    assert f"{tmp_path / 'cluster.yaml'}: no such configuration file" in refusal(path)
+    (tmp_path / "cluster.yaml").write_text("nodes: {a: {gpsu: [0]}}")
+    assert "unknown key layout.nodes.a.gpsu; did you mean layout.nodes.a.gpus?" in refusal(path)
+
+
+def test_repairs_run_four_at_a_time_unless_said(tmp_path):
+    specs = [{"task_type": "swe", "resource": {"cpu": 1}}, {"task_type": "swe2"}, {"task_type": "swe", "evaluator_id": "x"}]
+    path = write(tmp_path, {**MINIMAL, "specs": [*specs, {"task_type": "single_turn", "resource": {"cpu": 2}}]})
+    loaded = load(path, ["specs.2.resource.concurrency=6"])
+    assert [spec.resource.concurrency for spec in loaded.config.specs] == [4, 64, 6, 64]
+    assert loaded.config.specs[0].resource.cpu == 1 and loaded.origins["specs.0.resource.concurrency"] == "default"
+
+
 @pytest.mark.parametrize(
     ("override", "wanted"),
     [

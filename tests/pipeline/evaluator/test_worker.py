@@ -151,6 +151,7 @@ async def test_an_agent_that_ignores_its_cancellation_is_left_behind_in_bounded_
     worker = tidy_worker(init_timeout_s=1, run_timeout_s=5, verify_timeout_s=1, cleanup_timeout_s=1)
     samples = await play(worker, make_task(0, samples=1))
     assert samples[0].abort_reason == "agent_timeout" and now() < 30
+    assert (samples[0].phase, samples[0].node, samples[0].seconds) == ("run", "here", now())
     assert "ignores its cancellation" in caplog.text
     await asyncio.sleep(200)  # it ends by itself, and nobody minds
     assert tidy.cleanups == 1

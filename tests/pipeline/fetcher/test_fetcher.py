@@ -58,6 +58,10 @@ async def test_a_repeated_fetch_gives_the_same_ordinals():
     assert await stage.fetch(2) == [4, 5, 6, 7]
     assert stage.tasks(first) == [catalog.task(ordinal) for ordinal in first]
     assert (stage.report().started, stage.report().finished) == (8, 4)
+    await stage.fetch(1), stage.tasks(first)
+    assert (stage.report().started, stage.report().finished) == (8, 4), "each ordinal counts once"
+    stage.tasks([*first, 4])
+    assert stage.report().detail["served"] == {"w": 5}
 
 
 async def test_end_of_data():
