@@ -6,6 +6,7 @@ Invariant: one service works in a folder of runs at a time; its Ray is private, 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import socket
 import time
@@ -43,10 +44,16 @@ def build(given: dict[str, Any]) -> Any:
         atexit.register(own_cluster(settings))
     if settings.resume:
         Runs(settings.runs, settings.configs, start_detached).go_on(settings.run.run_id if settings.run is not None else None)
+    logging.getLogger("ray.serve").addFilter(_not_about_options)
     address = {"host": settings.host, "port": settings.port}
     serve.start(http_options=address | {"location": "EveryNode", "keep_alive_timeout_s": KEEP_ALIVE_S})
     models = ModelsReplica.options(num_replicas=settings.config.engine.replicas).bind(settings)
     return service_deployment(settings).bind(models, Evaluations.bind(settings))
+
+
+def _not_about_options(record: logging.LogRecord) -> bool:
+    """`serve run` starts Serve again, with options of its own, and Serve warns that they are ignored. They should be."""
+    return "client HTTP config differs" not in record.msg
 
 
 def own_cluster(settings: Settings) -> Callable[[], None]:

@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -137,17 +136,3 @@ def _host(value: str) -> str:
     if value.startswith("["):
         return value[1:].partition("]")[0]
     return value.partition(":")[0]
-
-
-def json_path(location: tuple[Any, ...], body: Any) -> str | None:
-    """Where pydantic found a fault, as a path into the body, or the name of a header."""
-    where, *parts = location
-    if where != "body":
-        return ".".join(map(str, parts))
-    path, here = [], body
-    for part in parts:
-        if not isinstance(here, list if isinstance(part, int) else dict):
-            continue  # names the kind as which a value was read that may be of several
-        path.append(str(part))
-        here = here[part] if isinstance(here, list) else here.get(part)
-    return ".".join(path) or None
