@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import socket
 import time
 import warnings
@@ -41,7 +42,8 @@ def build(given: dict[str, Any]) -> Any:
     from deployments.service import service_deployment
 
     if not ray.is_initialized():
-        atexit.register(own_cluster(settings))
+        atexit.register(_uninterrupted, own_cluster(settings))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, on which Serve ends itself; Ray's own only exits
     if settings.resume:
         Runs(settings.runs, settings.configs, start_detached).go_on(settings.run.run_id if settings.run is not None else None)
     logging.getLogger("ray.serve").addFilter(_not_about_options)
@@ -83,9 +85,20 @@ def own_cluster(settings: Settings) -> Callable[[], None]:
         cluster.stop(paths)
         lock.release()
 
-    cluster.start(paths, settings.config.run.ray, None)
-    lock.record(process.pid for process in cluster.processes())
+    try:
+        cluster.start(paths, settings.config.run.ray, None)
+        lock.record(process.pid for process in cluster.processes())
+    except BaseException:
+        stop()
+        raise
     return stop
+
+
+def _uninterrupted(stop: Callable[[], None]) -> None:
+    """At the end of the process: whoever loses patience now would leave half of it behind."""
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sign, signal.SIG_IGN)
+    stop()
 
 
 def _check_port(settings: Settings, patience_s: float) -> None:

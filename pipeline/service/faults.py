@@ -73,6 +73,8 @@ def invalid(faults: Sequence[dict[str, Any]], body: Any, model: type[BaseModel])
     fault = max(same, key=lambda fault: (len(fault["loc"]), not fault["type"].endswith("_type")))
     if fault["type"] == "json_invalid":
         message = f"the body is no JSON: {fault['ctx']['error']}"
+    elif isinstance(body, bytes):
+        message = "the body is not said to be JSON: send the header content-type: application/json"
     elif fault["type"] == "missing" and not fault["loc"]:
         message = "a JSON body is required"
     else:

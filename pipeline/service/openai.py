@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
-from pipeline.config.base import refuse_broken_text, whole_numbers
+from pipeline.config.base import as_sent
 from pipeline.records import Sampling
 
 MAX_CHOICES = 128
@@ -68,7 +68,7 @@ class _Request(BaseModel):
     @classmethod
     def _null_is_left_out(cls, data: Any) -> Any:
         """Clients send null for what they do not say."""
-        data = whole_numbers(refuse_broken_text(data))
+        data = as_sent(data)
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @property

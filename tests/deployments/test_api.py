@@ -241,6 +241,7 @@ async def test_a_wrong_completion_names_the_key(here, body, param):
         ("completions", b'{"prompt": {"a": 1}}', "prompt", "prompt: {'a': 1}: input should be a valid string"),
         ("completions", b'{"prompt": "a", "temprature": 1}', "temprature", "unknown key temprature; did you mean temperature?"),
         ("completions", b'{"prompt": "a", "best_of": 3}', "best_of", "best_of: 3 is not supported; leave it out"),
+        ("completions", 600 * b'{"a":' + b"1" + 600 * b"}", None, "lists and objects are nested deeper than 100"),
         ("completions", b"", None, "a JSON body is required"),
         ("completions", b"[]", None, "the body: []: input should be a valid dictionary"),
         ("completions", b"{", None, "the body is no JSON: "),
@@ -258,6 +259,11 @@ async def test_what_is_wrong_is_told_by_key_value_and_bound(here, path, content,
     headers = {"content-type": "application/json"}
     error = error_of(await here.client.post(f"/v1/{path}", content=content, headers=headers), 400)
     assert error["param"] == param and error["message"].startswith(message), error
+
+
+async def test_a_body_that_is_not_said_to_be_json_is_refused(here):
+    refused = await here.client.post("/v1/completions", data={"prompt": "a"})
+    assert "content-type: application/json" in error_of(refused, 400)["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/evals", "/v1/runs/none/events", "/healthz", "/metrics"])
