@@ -80,6 +80,7 @@ def own_cluster(settings: Settings) -> Callable[[], None]:
     root = str(Path(__file__).resolve().parent.parent)
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     os.environ["PYTHONPATH"] = os.pathsep.join([*settings.code, root, *inherited])
+    os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "deployments.proxy:middlewares"
 
     def stop() -> None:
         cluster.stop(paths)

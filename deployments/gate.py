@@ -26,6 +26,7 @@ log = logging.getLogger("service")
 OPEN_PATHS = ("/healthz", "/")
 PAGE_PARTS = "/dashboard/"
 """Served without a token: whether it lives, and the page with its parts, which hold nothing and ask for the token themselves."""
+MAX_BODY_BYTES = 8 << 20
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -46,11 +47,10 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        carried = _REQUEST_ID.fullmatch(given) is not None  # Serve's proxy gives one to every request, and to its reply
-        request_id = given if carried else uuid.uuid4().hex
+        given = request_id_of(scope)  # Serve's proxy gives one to every request, and to its reply
+        request_id = given or uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        reply = _Reply(send, None if carried else request_id)
+        reply = _Reply(send, None if given else request_id)
         started = time.monotonic()
         try:
             self._check(scope)
@@ -114,6 +114,12 @@ class _Reply:
             if self._request_id is not None:
                 MutableHeaders(scope=message)["x-request-id"] = self._request_id
         await self._send(message)
+
+
+def request_id_of(scope: Scope) -> str | None:
+    """The id that came with a request, if it can be written into a log."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else None
 
 
 async def send_refusal(refusal: Refusal, request_id: str, send: Send) -> None:
