@@ -6,7 +6,9 @@ Invariant: one service works in a folder of runs at a time; its Ray is private, 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+import signal
 import socket
 import time
 import warnings
@@ -40,13 +42,20 @@ def build(given: dict[str, Any]) -> Any:
     from deployments.service import service_deployment
 
     if not ray.is_initialized():
-        atexit.register(own_cluster(settings))
+        atexit.register(_uninterrupted, own_cluster(settings))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, on which Serve ends itself; Ray's own only exits
     if settings.resume:
         Runs(settings.runs, settings.configs, start_detached).go_on(settings.run.run_id if settings.run is not None else None)
+    logging.getLogger("ray.serve").addFilter(_not_about_options)
     address = {"host": settings.host, "port": settings.port}
     serve.start(http_options=address | {"location": "EveryNode", "keep_alive_timeout_s": KEEP_ALIVE_S})
     models = ModelsReplica.options(num_replicas=settings.config.engine.replicas).bind(settings)
     return service_deployment(settings).bind(models, Evaluations.bind(settings))
+
+
+def _not_about_options(record: logging.LogRecord) -> bool:
+    """`serve run` starts Serve again, with options of its own, and Serve warns that they are ignored. They should be."""
+    return "client HTTP config differs" not in record.msg
 
 
 def own_cluster(settings: Settings) -> Callable[[], None]:
@@ -71,14 +80,26 @@ def own_cluster(settings: Settings) -> Callable[[], None]:
     root = str(Path(__file__).resolve().parent.parent)
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     os.environ["PYTHONPATH"] = os.pathsep.join([*settings.code, root, *inherited])
+    os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "deployments.proxy:middlewares"
 
     def stop() -> None:
         cluster.stop(paths)
         lock.release()
 
-    cluster.start(paths, settings.config.run.ray, None)
-    lock.record(process.pid for process in cluster.processes())
+    try:
+        cluster.start(paths, settings.config.run.ray, None)
+        lock.record(process.pid for process in cluster.processes())
+    except BaseException:
+        stop()
+        raise
     return stop
+
+
+def _uninterrupted(stop: Callable[[], None]) -> None:
+    """At the end of the process: whoever loses patience now would leave half of it behind."""
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sign, signal.SIG_IGN)
+    stop()
 
 
 def _check_port(settings: Settings, patience_s: float) -> None:

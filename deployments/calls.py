@@ -197,8 +197,8 @@ class RemoteEngine(RemoteDeployment):
 class EngineCalls(RemoteEngine):
     """A RemoteEngine whose calls travel together. lanes: replicas, so that each gets its share."""
 
-    def __init__(self, app: str, deployment: str, deadline_s: float, lanes: int) -> None:
-        super().__init__(app, deployment, deadline_s)
+    def __init__(self, app: str, deployment: str, deadline_s: float, lanes: int, model: Any = None) -> None:
+        super().__init__(app, deployment, deadline_s, model)
         self._calls = Multiplexer(self._carry, lanes)
 
     async def generate(self, requests: list, version: Any) -> list:
@@ -206,7 +206,7 @@ class EngineCalls(RemoteEngine):
 
     async def _carry(self, calls: list[Call]) -> AsyncIterator[list[Answer]]:
         """The deadline is on progress: the next answer of the request."""
-        response = self.handle().options(stream=True).generate_all.remote(calls)
+        response = self.handle().options(stream=True).generate_all.remote(*self._model, calls)
         try:
             while True:
                 yield await asyncio.wait_for(anext(response), self._deadline_s)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray import serve
 
-from deployments.calls import RemoteDeployment, RemoteEngine
+from deployments.calls import EngineCalls, RemoteDeployment
 from deployments.engines import OPTIONS
 from deployments.hosting import log_to_file
 from deployments.names import EVALUATIONS_DEPLOYMENT, MODELS_DEPLOYMENT
@@ -17,7 +17,6 @@ from pipeline.evaluation.jobs import Jobs, OnSample
 from pipeline.evaluation.plan import EvalRequest, make_plan
 from pipeline.evaluation.store import JobStore
 from pipeline.evaluator.playing import play_here
-from pipeline.evaluator.sharing import SharedCalls
 from pipeline.fetcher.catalog import Catalog
 from pipeline.importing import add_code_folder
 from pipeline.records import Task
@@ -38,13 +37,9 @@ class RemotePlayer:
     async def play(
         self, model: Path, version: int, tasks: Sequence[Task], done: Collection[tuple[int, int]], on_sample: OnSample
     ) -> None:
-        deadline_s = self._config.engine.call_timeout_s
-        remote = RemoteEngine(self._app, MODELS_DEPLOYMENT, deadline_s, Model(model.parent.name, model, version))
-        engine = SharedCalls(remote, deadline_s)
-        try:
-            await play_here(self._config, engine, ChatRenderer.load(model), tasks, version, on_sample, done)
-        finally:
-            await engine.close()
+        settings, linked = self._config.engine, Model(model.parent.name, model, version)
+        engine = EngineCalls(self._app, MODELS_DEPLOYMENT, settings.call_timeout_s, settings.replicas, linked)
+        await play_here(self._config, engine, ChatRenderer.load(model), tasks, version, on_sample, done)
 
 
 @serve.deployment(**OPTIONS | {"name": EVALUATIONS_DEPLOYMENT})

@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,6 +26,7 @@ log = logging.getLogger("service")
 OPEN_PATHS = ("/healthz", "/")
 PAGE_PARTS = "/dashboard/"
 """Served without a token: whether it lives, and the page with its parts, which hold nothing and ask for the token themselves."""
+MAX_BODY_BYTES = 8 << 20
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -47,11 +47,10 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        carried = _REQUEST_ID.fullmatch(given) is not None  # Serve's proxy gives one to every request, and to its reply
-        request_id = given if carried else uuid.uuid4().hex
+        given = request_id_of(scope)  # Serve's proxy gives one to every request, and to its reply
+        request_id = given or uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        reply = _Reply(send, None if carried else request_id)
+        reply = _Reply(send, None if given else request_id)
         started = time.monotonic()
         try:
             self._check(scope)
@@ -117,6 +116,12 @@ class _Reply:
         await self._send(message)
 
 
+def request_id_of(scope: Scope) -> str | None:
+    """The id that came with a request, if it can be written into a log."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else None
+
+
 async def send_refusal(refusal: Refusal, request_id: str, send: Send) -> None:
     body = json.dumps(refusal.body(request_id)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -137,17 +142,3 @@ def _host(value: str) -> str:
     if value.startswith("["):
         return value[1:].partition("]")[0]
     return value.partition(":")[0]
-
-
-def json_path(location: tuple[Any, ...], body: Any) -> str | None:
-    """Where pydantic found a fault, as a path into the body, or the name of a header."""
-    where, *parts = location
-    if where != "body":
-        return ".".join(map(str, parts))
-    path, here = [], body
-    for part in parts:
-        if not isinstance(here, list if isinstance(part, int) else dict):
-            continue  # names the kind as which a value was read that may be of several
-        path.append(str(part))
-        here = here[part] if isinstance(here, list) else here.get(part)
-    return ".".join(path) or None

@@ -12,6 +12,7 @@ from ray import serve
 
 from deployments.engines import OPTIONS
 from deployments.hosting import log_to_file
+from deployments.multiplex import Answer, Call, answers
 from deployments.names import MODELS_DEPLOYMENT
 from pipeline.engines.base import Completion, Engine, EngineInfo, GenerateRequest, ScoredRow, ScoreRow, Signal, Version
 from pipeline.engines.opening import open_student
@@ -62,6 +63,12 @@ class ModelsReplica:
     async def generate(self, model: Model, requests: list[GenerateRequest], version: Version) -> list[Completion]:
         async with self._engine(model) as engine:
             return await engine.generate(requests, version)
+
+    async def generate_all(self, model: Model, calls: list[Call]) -> AsyncIterator[list[Answer]]:
+        """Several `generate` at the same time; each is answered when it is done."""
+        async with self._engine(model) as engine:
+            async for part in answers(calls, engine.generate):
+                yield part
 
     async def score(self, model: Model, rows: list[ScoreRow], signal: Signal, top_k: int) -> list[ScoredRow]:
         async with self._engine(model) as engine:

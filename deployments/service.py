@@ -12,7 +12,7 @@ from deployments.api import make_api
 from deployments.calls import CALL_S, RemoteDeployment, RemoteEngine
 from deployments.detached import start_detached
 from deployments.engines import OPTIONS
-from deployments.gate import GateRules
+from deployments.gate import MAX_BODY_BYTES, GateRules
 from deployments.hosting import log_to_file
 from deployments.names import EVALUATIONS_DEPLOYMENT, MODELS_DEPLOYMENT, SERVICE_DEPLOYMENT
 from pipeline.evaluation.plan import EvalRequest
@@ -21,7 +21,6 @@ from pipeline.service.front import Front, Opened
 from pipeline.service.models import Model
 from pipeline.service.runs import Runs
 
-MAX_BODY_BYTES = 8 << 20
 MAX_IN_FLIGHT = 256
 OPENED_S = 1.0
 CANCEL_S = 90.0

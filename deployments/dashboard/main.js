@@ -5,7 +5,7 @@ import {Refused, get, linesFrom, use} from "./api.js";
 import {fill, make} from "./dom.js";
 import {jobView, runEvaluationView} from "./evaluation.js";
 import {runView} from "./run.js";
-import {badge, percent, short} from "./words.js";
+import {badge, percent, section, short} from "./words.js";
 
 const POLL_MS = 2000,
   TIMELINE_MS = 8000;
@@ -40,7 +40,7 @@ async function once() {
       held = {address: looked, samples: [], offset: 0, metrics: [], timeline: []};
       Object.assign(choice, {filter: "", opened: new Set()});
     }
-    await load();
+    await load().catch(missing);
     draw();
     say(null);
     $("clock").textContent = new Date().toLocaleTimeString();
@@ -81,6 +81,7 @@ async function load() {
   if (held.address === null) return;
   const [kind, id, evaluation] = held.address.split("/"),
     path = `/v1/${kind}s/${id}`;
+  if (!["run", "eval"].includes(kind) || !id) throw new Refused(`#${held.address}`, 404, "neither a run nor an evaluation");
   held.item = await get(path);
   if (kind === "eval") await loadSamples();
   else if (evaluation) {
@@ -110,8 +111,15 @@ async function loadCurves(path) {
   Object.assign(held, {step, status});
 }
 
+/** What the address names may not be there, or not yet. */
+function missing(error) {
+  if (!(error instanceof Refused && error.status === 404)) throw error;
+  Object.assign(held, {item: null, missing: error.message});
+}
+
 function draw() {
   if (held.item) fill($("detail"), view());
+  else if (held.missing) fill($("detail"), [section("missing", "There is no such thing", make("p", {}, held.missing), make("a", {href: "#"}, "what is newest"))]);
 }
 
 function view() {

@@ -121,7 +121,7 @@ function pool(detail) {
       ["samples running", short(running)],
       ["tokens held", short(held)],
       ["batches waiting", short(detail.batches_waiting)],
-      ["workers", `${short(detail.workers_alive)} alive, ${short(detail.worker_deaths)} deaths`],
+      ["workers", `${short(detail.workers_alive)} alive, ${short(detail.worker_deaths)} died`],
     ]),
     nodes.length ? table(["resource", {num: "given out"}, {wide: ""}], nodes) : null,
   );

@@ -9,6 +9,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 T = TypeVar("T")
+MAX_DEPTH = 100
+"""Of lists and objects in each other, in what comes over a network."""
 Many = Annotated[tuple[T, ...], Field(strict=False)]
 """Of a body, whose lists are no tuples."""
 
@@ -31,18 +33,19 @@ class Request(RequestPart):
     @model_validator(mode="before")
     @classmethod
     def _as_sent(cls, data: Any) -> Any:
-        return whole_numbers(refuse_broken_text(data))
+        return as_sent(data)
 
     def digest(self) -> str:
         """The same for bodies that ask for the same, however they were written."""
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
 
-def refuse_broken_text(data: Any) -> Any:
-    """For what comes over a network, before it is read: half a surrogate pair is no text, and nothing could write it down.
+def as_sent(data: Any) -> Any:
+    """What comes over a network, before it is read: half a surrogate pair is no text, and nothing could write it down.
 
-    Raises ValueError.
+    JSON has one kind of number: 2.0 is the integer 2, also where types are strict. Raises ValueError.
     """
+    data = _whole_numbers(data, MAX_DEPTH)
     try:
         json.dumps(data, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
@@ -50,10 +53,11 @@ def refuse_broken_text(data: Any) -> Any:
     return data
 
 
-def whole_numbers(data: Any) -> Any:
-    """JSON has one kind of number: 2.0 is the integer 2, also where types are strict."""
+def _whole_numbers(data: Any, room: int) -> Any:
+    if not room:
+        raise ValueError(f"lists and objects are nested deeper than {MAX_DEPTH}")
     if isinstance(data, dict):
-        return {key: whole_numbers(value) for key, value in data.items()}
+        return {key: _whole_numbers(value, room - 1) for key, value in data.items()}
     if isinstance(data, list):
-        return [whole_numbers(value) for value in data]
+        return [_whole_numbers(value, room - 1) for value in data]
     return int(data) if isinstance(data, float) and data.is_integer() else data

@@ -23,7 +23,7 @@ def describe(error: ValidationError, model: type[BaseModel]) -> list[str]:
     shapes = [fault for fault in faults if _wrong_branch(fault, model)]
     deeper = [fault["loc"] for fault in faults if fault not in shapes]
     kept = [f for f in faults if f not in shapes or not any(loc[: len(f["loc"]) - 1] == f["loc"][:-1] for loc in deeper)]
-    return list(dict.fromkeys(_line(fault, model) for fault in kept))
+    return list(dict.fromkeys(line_of(fault, model) for fault in kept))
 
 
 def _wrong_branch(fault: dict[str, Any], model: type[BaseModel]) -> bool:
@@ -34,7 +34,7 @@ def _wrong_branch(fault: dict[str, Any], model: type[BaseModel]) -> bool:
     return len(_follow(model, fault["loc"])[0]) == len(names)
 
 
-def _line(fault: dict[str, Any], model: type[BaseModel]) -> str:
+def line_of(fault: dict[str, Any], model: type[BaseModel]) -> str:
     names, annotation = _follow(model, fault["loc"])
     key, kind, given = ".".join(names), fault["type"], fault["input"]
     if kind == "extra_forbidden":
@@ -46,10 +46,13 @@ def _line(fault: dict[str, Any], model: type[BaseModel]) -> str:
         return text if not key or text.startswith(key.split(".")[0] + ".") else f"{key}: {text}"
     if kind in _BOUNDS:
         bound, sign = _BOUNDS[kind]
-        return f"{key}: {given!r} is out of bounds, must be {sign} {fault['ctx'][bound]}"
+        return f"{key}: {_short(given)} is out of bounds, must be {sign} {fault['ctx'][bound]}"
     if kind == "literal_error":
-        return f"{key}: {given!r} is not one of {fault['ctx']['expected']}{_nearest_choice(given, annotation)}"
-    return f"{key}: {_short(given)}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+        return f"{key}: {_short(given)} is not one of {fault['ctx']['expected']}{_nearest_choice(given, annotation)}"
+    if kind == "none_required":
+        return f"{key}: {_short(given)} is not supported; leave it out"
+    text = fault["msg"].replace("tuple", "list").replace("Tuple", "List").replace(" after validation", "")
+    return f"{key}: {_short(given)}: {text[0].lower()}{text[1:]}"
 
 
 def _short(value: Any) -> str:
@@ -90,6 +93,8 @@ def _below(annotation: Any, part: Any) -> Any:
 
 
 def _options(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _options(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return [option for part in typing.get_args(annotation) for option in _options(part)]
     return [annotation]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
-from pipeline.config.base import refuse_broken_text, whole_numbers
+from pipeline.config.base import as_sent
 from pipeline.records import Sampling
 
 MAX_CHOICES = 128
@@ -68,7 +68,7 @@ class _Request(BaseModel):
     @classmethod
     def _null_is_left_out(cls, data: Any) -> Any:
         """Clients send null for what they do not say."""
-        data = whole_numbers(refuse_broken_text(data))
+        data = as_sent(data)
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @property
@@ -107,16 +107,17 @@ class ChatMessage(BaseModel):
     role: str
     content: str | list[Annotated[dict[str, Any], WithJsonSchema(_TEXT_PART)]] | None = None
 
-    def text(self) -> str:
-        """Parts of kind `text` are joined. Raises ValueError for any other."""
-        if not isinstance(self.content, list):
-            return self.content or ""
-        parts = []
-        for part in self.content:
+    @field_validator("content")
+    @classmethod
+    def _only_text(cls, content: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]] | None:
+        for part in content if isinstance(content, list) else ():
             if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"a part of type {part.get('type')!r} in a message is not supported: only text is")
-            parts.append(part["text"])
-        return "".join(parts)
+                raise ValueError(f"a part of type {part.get('type')!r} is not supported: only text is")
+        return content
+
+    def text(self) -> str:
+        """Its parts are joined."""
+        return "".join(part["text"] for part in self.content) if isinstance(self.content, list) else self.content or ""
 
 
 class TextFormat(BaseModel):
@@ -140,12 +141,6 @@ class ChatRequest(_Request):
     tools: list[Any] | None = Field(None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
-
-    @model_validator(mode="after")
-    def _plain(self) -> ChatRequest:
-        for message in self.messages:
-            message.text()
-        return self
 
     @property
     def likeliest(self) -> int | None:

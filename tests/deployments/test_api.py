@@ -233,6 +233,45 @@ async def test_a_wrong_completion_names_the_key(here, body, param):
     assert error["param"] is None if param is None else (error["param"] or "").startswith(param)
 
 
+@pytest.mark.parametrize(
+    ("path", "content", "param", "message"),
+    [
+        ("completions", b'{"prompt": "a", "n": 129}', "n", "n: 129 is out of bounds, must be <= 128"),
+        ("completions", b'{"prompt": [-1]}', "prompt.0", "prompt.0: -1 is out of bounds, must be >= 0"),
+        ("completions", b'{"prompt": {"a": 1}}', "prompt", "prompt: {'a': 1}: input should be a valid string"),
+        ("completions", b'{"prompt": "a", "temprature": 1}', "temprature", "unknown key temprature; did you mean temperature?"),
+        ("completions", b'{"prompt": "a", "best_of": 3}', "best_of", "best_of: 3 is not supported; leave it out"),
+        ("completions", 600 * b'{"a":' + b"1" + 600 * b"}", None, "lists and objects are nested deeper than 100"),
+        ("completions", b"", None, "a JSON body is required"),
+        ("completions", b"[]", None, "the body: []: input should be a valid dictionary"),
+        ("completions", b"{", None, "the body is no JSON: "),
+        ("chat/completions", b'{"messages": [{"content": "a"}]}', "messages.0.role", "messages.0.role: this key is required"),
+        (
+            "chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "messages.0.content",
+            "messages.0.content: a part of type 'image_url' is not supported",
+        ),
+        ("evals", b'{"datasets": [{"items": [{"prompt": "a", "answr": "b"}]}]}', "datasets.0.items.0.answr",
+         "unknown key datasets.0.items.0.answr; did you mean datasets.0.items.0.answer?"),
+        ("evals", b'{"datasets": [{"items": []}]}', "datasets.0.items", "datasets.0.items: []: list should have at least 1 item"),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_is_told_by_key_value_and_bound(here, path, content, param, message):
+    headers = {"content-type": "application/json"}
+    error = error_of(await here.client.post(f"/v1/{path}", content=content, headers=headers), 400)
+    assert error["param"] == param and error["message"].startswith(message), error
+
+
+async def test_a_body_that_is_not_said_to_be_json_is_refused(here):
+    refused = await here.client.post("/v1/completions", data={"prompt": "a"})
+    assert "content-type: application/json" in error_of(refused, 400)["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/evals", "/v1/runs/none/events", "/healthz", "/metrics"])
+async def test_a_query_parameter_is_refused_by_name(here, path):
+    error = error_of(await here.client.get(path, params={"limit": 3}), 400)
+    assert error["param"] == "limit" and "'limit'" in error["message"]
+
+
 async def test_a_prompt_that_fills_the_context_is_refused_with_openais_code(here):
     error = error_of(await here.post("/v1/completions", prompt="a" * CONTEXT), 400)
     assert error["code"] == "context_length_exceeded" and str(CONTEXT) in error["message"]

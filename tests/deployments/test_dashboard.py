@@ -123,6 +123,15 @@ def test_an_evaluation_is_followed_and_stays_as_a_person_left_it(site, look):
     assert page.locator("summary").count() == 4
 
 
+@pytest.mark.parametrize("address", ["nonsense", "run/none", "run/{run}/eval_000999", "eval/none"])
+def test_an_address_that_names_nothing_says_so(site, look, address):
+    page = look(f"{site.url}/#{address.format(run=site.paths.run_id)}", refused=True)
+    page.get_by_role("heading", name="There is no such thing").wait_for()
+    assert page.get_by_role("alert").count() == 0
+    page.get_by_role("link", name="what is newest").click()
+    page.get_by_role("heading", name="Stages", exact=True).wait_for()
+
+
 def test_the_page_asks_for_the_token(browser, look, tmp_path):
     with Site(tmp_path / "closed", token="s3cret") as site:
         page = look(site.url, refused=True)

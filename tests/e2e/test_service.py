@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,14 @@ import httpx
 import pytest
 import yaml
 
+from deployments.cluster import temporary_folder
+from pipeline.paths import SharedPaths
 from tests.e2e.program import Command, Program, adds_up, status, wait_for
 
 HERE = Path(__file__).parent
 README = (HERE.parent.parent / "README.md").read_text()
 README_ADDRESS = "localhost:8000"
-READY_S, DONE_S = 60.0, 90.0
+READY_S, DONE_S, STOPPED_S = 60.0, 90.0, 30.0
 STEPS = 20
 ERROR = '{"error":'
 
@@ -38,9 +41,9 @@ class Served:
 
     def serve(self, words: list[str]) -> Command:
         """Returns when it is ready."""
-        command = self.program.start(*words[1:], f"port={self.port}", command=words[0])
-        wait_for(lambda: self._healthy(), READY_S, "the service", command)
-        return command
+        self.command = self.program.start(*words[1:], f"port={self.port}", command=words[0])
+        wait_for(lambda: self._healthy(), READY_S, "the service", self.command)
+        return self.command
 
     def ensure(self) -> None:
         """Whichever test comes first starts it."""
@@ -188,6 +191,19 @@ def test_everything_is_killed_and_goes_on(served):
     found = status(served.paths)
     assert found["step"] == STEPS and adds_up(found) and found["attempts"]["regenerated"] == 0
     assert completion(served, {"prompt": "say 1"})["weight_version"] == STEPS, "the newest weights are live"
+
+
+def test_a_service_that_is_told_to_stop_leaves_nothing_behind(served):
+    served.ensure()
+    items = [{"prompt": f"say {number}", "verifier": "patience:patient"} for number in range(40)]
+    name = served.client.post("/v1/evals", json={"datasets": [{"name": "stopped", "items": items}]}).json()["id"]
+    wait_for(lambda: served.read(f"/v1/evals/{name}")["progress"]["done"] >= 1, DONE_S, "some samples")
+    served.command.send(signal.SIGTERM)
+    done = served.command.done(timeout_s=STOPPED_S)
+    assert done.code == 0 and "Traceback" not in done.err and "Abort" not in done.err, done
+    wait_for(lambda: not served.program.processes(), STOPPED_S, "the end of all processes")
+    assert not temporary_folder(SharedPaths(served.program.runs).service).exists()
+    assert json.loads((served.program.runs / ".evals" / name / "state.json").read_text())["status"] == "running"
 
 
 def completion(served: Served, asked: dict) -> dict:

@@ -1,4 +1,4 @@
-"""200 clients for a minute: every request is answered or told to come back, and memory does not grow. Prints what it saw."""
+"""The service under load, and how fast it evaluates. Both print what they saw."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ CONFIG = Path(__file__).parent / "served" / "run.yaml"
 CLIENTS, SECONDS, WARM_S = 200, 60.0, 20.0
 ANSWERED_OR_LATER = {200, 429}
 GROWTH = 1.1
+QUICKSTART = Path(__file__).parent.parent.parent / "configs" / "quickstart.yaml"
+ITEMS, EACH, ROUNDS, SHARE = 100, 2, 3, 0.9
+"""Share: of the throughput of `rollout eval`."""
 
 
 def memory_mb(program: Program) -> float:
@@ -68,3 +71,43 @@ def test_many_clients_are_answered_or_told_to_come_back(rollout):
         assert {int(name.removeprefix("status_")) for name in found if name.startswith("status_")} <= ANSWERED_OR_LATER
         assert found["status_200"] >= 10 * CLIENTS
         assert found["memory_mb_end"] <= GROWTH * found["memory_mb_warm"]
+
+
+def over_http(served: Served) -> float:
+    """Samples a second, as a client sees it: from asking until it hears of the end."""
+    began = time.monotonic()
+    asked = {"datasets": [{"name": "spell_backward", "limit": ITEMS}], "n": EACH}
+    name = served.client.post("/v1/evals", json=asked).json()["id"]
+    with served.client.stream("GET", f"/v1/evals/{name}/events") as response:
+        events = [line.removeprefix("event: ") for line in response.iter_lines() if line.startswith("event: ")]
+    seconds = time.monotonic() - began
+    assert events[-1] == "done" and events.count("sample") == ITEMS * EACH
+    return ITEMS * EACH / seconds
+
+
+def by_command(rollout: Program, student: Path) -> float:
+    """Samples a second, without the start of the command and of the engine."""
+    done = rollout.call("eval", student, QUICKSTART, f"eval.items={ITEMS}", f"eval.n={EACH}", "--json")
+    found = json.loads(done.out)
+    assert found["overall"]["scored"] == ITEMS * EACH
+    return found["samples_per_s"]
+
+
+@pytest.mark.slow
+def test_an_evaluation_over_http_is_as_fast_as_rollout_eval(rollout):
+    served = Served(rollout)
+    with served.client:
+        served.serve(["serve", "run", "deployments:app", f"config={QUICKSTART}"])
+        (student,) = (folder for folder in (rollout.runs / ".cache" / "students").iterdir() if not folder.name.startswith("."))
+        http, command = [], []
+        for _ in range(ROUNDS):
+            http.append(over_http(served))
+            command.append(by_command(rollout, student))
+        found = {
+            "samples": ITEMS * EACH,
+            "http_samples_per_s": statistics.median(http),
+            "eval_samples_per_s": statistics.median(command),
+        }
+        found["share"] = found["http_samples_per_s"] / found["eval_samples_per_s"]
+        print(f"\n{json.dumps({name: round(value, 2) for name, value in found.items()})}")
+        assert found["share"] >= SHARE, (http, command)
