@@ -1,6 +1,7 @@
 """What is done to a repair task in a sandbox: its patch taken, a patch applied, its tests run.
 
 Invariant: a patch is judged in a fresh sandbox, and the tests that judge it are those of the test patch, whatever was done to them.
+The patched program runs in one process with its tests: what it does to the runner is caught where the runner then fails nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ GIT = 'git --git-dir="$PRIVATE/git" --work-tree=. -c core.fileMode=false'
 """Apart from the task's own folder: an agent neither sees it nor can change it."""
 GIT_S = 60.0
 PATCH_BYTES = 2**20
+ABSENT = "_that_is_not_there"
+"""Behind the id of a test: of none."""
 _TOUCHED = re.compile(r"^(?:\+\+\+ b|--- a)/(\S.*)$", re.MULTILINE)
 
 OpenSandbox = Callable[[str, Contents], Awaitable[Sandbox]]
@@ -49,17 +52,22 @@ async def run_tests(sandbox: Sandbox, repair: Repair, ids: Sequence[str], timeou
 
 
 async def solves(open_sandbox: OpenSandbox, repair: Repair, patch: str, timeout_s: float) -> bool:
-    """Whether FAIL_TO_PASS and PASS_TO_PASS pass with the patch. Raises VerifierError when that cannot be found out."""
+    """Whether FAIL_TO_PASS and PASS_TO_PASS pass with the patch, by a runner that still fails: when it is asked for a test that is
+    not there. It would not with a patch that ends the process early or takes the runner's place.
+
+    Raises VerifierError when that cannot be found out.
+    """
     if not patch.strip():
         return False
     sandbox = await open_sandbox("verify", repair.contents)
     try:
         _good(await apply(sandbox, patch, touched(repair.test_patch)), "the patch does not apply")
         _good(await apply(sandbox, repair.test_patch), f"the test patch of {repair.instance_id} does not apply")
-        ran = await run_tests(sandbox, repair, [*repair.fail_to_pass, *repair.pass_to_pass], timeout_s)
+        tests = [*repair.fail_to_pass, *repair.pass_to_pass]
+        ran = await run_tests(sandbox, repair, tests, timeout_s)
+        return ran.exit_code == 0 and (await run_tests(sandbox, repair, [tests[0] + ABSENT], timeout_s)).exit_code != 0
     finally:
         await sandbox.close()
-    return ran.exit_code == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,12 @@ async def test_rewriting_the_tests_wins_nothing(world: World):
     assert sample.reward == 0.0
 
 
+@pytest.mark.parametrize("trick", ["echo > unittest.py", "echo 'import os; os._exit(0)' > a.py"], ids=["runner", "exit"])
+async def test_tests_that_are_kept_from_running_win_nothing(world: World, trick: str):
+    sample, _ = await world.play(block(trick), block("submit"))
+    assert (sample.status, sample.reward) == ("ok", 0.0)
+
+
 async def test_a_change_that_breaks_what_worked_is_no_solution(world: World):
     sample, _ = await world.play(block("echo 'down = lambda x: 1 if x else 0.5' > a.py"), block("submit"))
     assert sample.reward == 0.0
