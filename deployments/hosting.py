@@ -129,10 +129,15 @@ class StageActor:
         return replace(report, stage=self.stage, actor=name, pid=os.getpid(), node=os.uname().nodename)
 
 
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A line that a full disk does not take goes nowhere: whoever ran into it says so, and logging's traceback would not."""
+
+
 def log_to_file(paths: RunPaths, name: str) -> None:
     """Everything that this process logs goes to log/<name>.log of the run."""
     paths.log.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(paths.log / f"{name}.log")
+    handler = _LogFile(paths.log / f"{name}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.handlers = [handler]

@@ -37,7 +37,7 @@ from pipeline.watchdog import EngineProbe, StallWatchdog
 from workflows.monitors import ClusterWatch, NodeCounter, RestartWatch
 from workflows.screen import own_lines_only
 from workflows.storage import storage_uri
-from workflows.windows import cancel_windows, end_of_data, run_windows
+from workflows.windows import cancel_windows, end_of_data, newest_window, run_windows
 
 log = logging.getLogger(__name__)
 
@@ -196,8 +196,7 @@ class Driver:
         self.lock.record([process.pid for process in self._cluster.processes()])
 
     async def _finished(self, buffer: RemoteStage, observer: Observer) -> Outcome:
-        recorded = await buffer.steps()
-        ended = end_of_data(recorded["results"])
+        ended = end_of_data((await newest_window(self.config, buffer))["results"])
         reason = None if ended is None else f"the data ended before step {ended} of {self.config.trainer.steps}"
         await buffer.set_run("finished", reason, **NodeCounter(self.paths.nodes).counts())
         return Outcome(FINISHED, await observer.final(), reason)

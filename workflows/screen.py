@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from deployments.hosting import log_to_file
 from pipeline.paths import RunPaths
@@ -23,6 +25,22 @@ class _Message(logging.Formatter):
         return record.getMessage()
 
 
+class _Kept(io.TextIOBase):
+    """A file that takes what it can: on a full disk the run's own error is what there is to say."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab", buffering=0)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._file.write(text.encode())
+        return len(text)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 @contextlib.contextmanager
 def own_lines_only(paths: RunPaths) -> Iterator[None]:
     """Logging of this process and what Ray prints go to log/driver.log, our own lines also to stderr."""
@@ -36,7 +54,7 @@ def own_lines_only(paths: RunPaths) -> Iterator[None]:
     for name in NARRATORS:
         logging.getLogger(name).addHandler(console)
     try:
-        with open(paths.log / "driver.log", "a", buffering=1) as file, contextlib.redirect_stdout(file):
+        with _Kept(paths.log / "driver.log") as file, contextlib.redirect_stdout(file):
             yield
     finally:
         for name in NARRATORS:

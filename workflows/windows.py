@@ -17,6 +17,7 @@ from ray import workflow
 from ray.workflow.exceptions import WorkflowError
 
 from deployments.threads import in_thread
+from pipeline.buffer.api import NO_RESULTS
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RolloutError, StageFailed, cause_chain, root_cause
 from pipeline.paths import RunPaths
@@ -51,9 +52,8 @@ async def run_windows(config: RunConfig, paths: RunPaths, buffer: Ledger, facts:
     """Run every step that is left. Raises StageFailed with the failing stage's own traceback. storage: of Ray Workflow."""
     number = int(facts.get("workflow_number", 0))
     interrupted, lost_at = _interrupted(facts), None
-    done, ended = 0, None
+    recorded, ended = await newest_window(config, buffer), None
     while True:
-        recorded = await buffer.steps(done)
         done, ended = recorded["trained_step"], end_of_data(recorded["results"]) if ended is None else ended
         last_needed = config.trainer.steps if ended is None else min(ended, config.trainer.steps)
         if done >= last_needed and not _evaluation_missing(config, paths, done):
@@ -76,9 +76,17 @@ async def run_windows(config: RunConfig, paths: RunPaths, buffer: Ledger, facts:
                     raise
                 log.warning("%s; it is resumed", error)  # as a rule its manager was killed, and Ray makes another
                 lost_at, interrupted = done, window
+                recorded = await buffer.steps(done)
                 continue
         interrupted = None
         await _forget(window.workflow_id(paths.run_id))
+        recorded = await buffer.steps(done)
+
+
+async def newest_window(config: RunConfig, buffer: Ledger) -> dict[str, Any]:
+    """Where the run stands, with the results of the steps that may have found the end of the data: none comes a window after it."""
+    trained = (await buffer.steps(NO_RESULTS))["trained_step"]
+    return await buffer.steps(max(0, trained - config.run.window_steps))
 
 
 def end_of_data(results: dict[int, dict[str, Any]]) -> int | None:

@@ -6,6 +6,7 @@ The buffer knows fields, not stages: a group is ready when its task's `needs` ar
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -14,6 +15,8 @@ from pipeline.records import Column, Group, Sample
 if TYPE_CHECKING:
     from pipeline.buffer.contents import EncodedGroup
 
+NO_RESULTS = sys.maxsize
+"""For `steps`: only where the run stands. Results of all steps are megabytes in the end."""
 Outcome = Literal["lost", "infra", "data"]
 """How an attempt ended without a commit. `lost`: its worker, cluster or driver died; not a retry."""
 

@@ -78,6 +78,8 @@ class Observer:
             self._guard(name, lambda name=name: self._trackers.update({name: open_tracker(name, paths, config)}))
         self._untold: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in self._trackers}
         """Results that a tracker has not been told."""
+        if not self._trackers:  # they know themselves what they have; without any, what is in the file is not read again
+            self._read_step = self._metrics.step
 
     async def run(self) -> None:
         """Never returns. Raises StageFailed; see the module's invariant."""

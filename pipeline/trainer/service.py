@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.buffer.api import BufferClient, Selection, StageReport
+from pipeline.buffer.api import NO_RESULTS, BufferClient, Selection, StageReport
 from pipeline.config.schema import RunConfig
 from pipeline.engines.weights import WeightStore
 from pipeline.errors import BreakerTripped, FencedOut, StageFailed, Stalled
@@ -299,19 +299,21 @@ class TrainerService:
     # -- start ------------------------------------------------------------------------------------------------------
 
     async def _restore(self) -> None:
-        ledger = await self._ask(self._buffer.steps())
+        ledger = await self._ask(self._buffer.steps(NO_RESULTS))
         found = await self._worker.run("load", self._newest_complete, ledger["trained_step"])
         base = found.step if found else 0
         while ledger["checkpoint_step"] > base:
             await self._ask(self._buffer.forget_checkpoint(ledger["checkpoint_step"]))
-            ledger = await self._ask(self._buffer.steps())
+            ledger = await self._ask(self._buffer.steps(NO_RESULTS))
         if found is not None and ledger["checkpoint_step"] < base:
             await self._mark(found)
         learner = await self._worker.run("load", self._make_learner, found)
         self._version = self._saved_step = base
         self._learner = learner
+        trained = ledger["trained_step"]
+        recorded = await self._ask(self._buffer.steps(max(0, min(base, trained - MAX_SKIPPED))))
         try:
-            await self._replay(ledger["trained_step"], _by_step(ledger["results"]))
+            await self._replay(trained, _by_step(recorded["results"]))
         except BaseException:
             self._learner = None
             raise

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+import time
 
 import pytest
 
+from tests.chaos.witnesses import lines
 from tests.e2e.program import adds_up, status
 
 DIES = """
@@ -38,11 +40,14 @@ def test_workers_that_all_die_at_their_first_call_fail_the_run_within_a_minute(r
     for file in (tiny, tiny.with_name("words.jsonl")):
         shutil.copy(file, tmp_path)
     (tmp_path / "dies.py").write_text(DIES)
-    done = rollout.call("run", tmp_path / tiny.name, "specs=[{agent: 'dies:Dies'}]", "--run-id", "r", timeout_s=60)
+    done = rollout.call("run", tmp_path / tiny.name, "specs=[{agent: 'dies:Dies'}]", "--run-id", "r", timeout_s=120)
+    ended = time.time()
     assert done.code == 1, done
     (line,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: stage evaluator_pool: every evaluator worker died more than 3 times in a row")
-    assert rollout.processes() == [] and adds_up(status(rollout.run("r")))
+    paths = rollout.run("r")
+    assert ended - lines(paths.plays)[0]["t"] < 60, "since the first call"
+    assert rollout.processes() == [] and adds_up(status(paths))
 
 
 def test_the_end_of_the_data_is_an_end_and_says_so(rollout, tiny):

@@ -8,6 +8,7 @@ import time
 import pytest
 import ray
 
+from pipeline.buffer.api import NO_RESULTS
 from pipeline.config.schema import RunConfig
 from pipeline.errors import EngineError, StageFailed
 from pipeline.paths import RunPaths
@@ -99,7 +100,7 @@ async def test_a_run_goes_on_window_by_window_and_removes_what_is_done(paths, mo
     assert played.deleted == ["run.r1", "run.r2", "run.r3"]
     assert played.evaluated_before == [0], "no node runs in two windows"
     assert played.resumed == []
-    assert played.after == [0, 0, 40, 80], "each result is read once"
+    assert played.after == [NO_RESULTS, 0, 0, 40, 80], "each result is read once"
 
 
 async def test_an_interrupted_window_is_resumed_under_its_id(paths, monkeypatch):
@@ -132,6 +133,7 @@ async def test_a_window_before_what_is_trained_is_left_alone(paths, monkeypatch)
     played = Played(paths, trained=85, resumable=("run.r2",))
     await drive(played, monkeypatch, {"workflow_number": 2, "window": [2, 41, 80]})
     assert (played.resumed, played.ran) == ([], [(3, 86, 100)])
+    assert played.after[:2] == [NO_RESULTS, 85 - 40], "a resume reads as much after many steps as after few"
 
 
 async def test_a_window_whose_manager_is_killed_is_resumed(paths, monkeypatch):
