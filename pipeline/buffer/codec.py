@@ -170,7 +170,7 @@ def _task(head: dict[str, Any]) -> Task:
 
 
 def _raw(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Its bytes, as whoever joins them reads them; those of a little-endian, contiguous array are its own."""
+    """As it is joined: an array that is contiguous and of this type already is not copied."""
     return np.ascontiguousarray(array, dtype)
 
 
