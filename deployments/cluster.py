@@ -37,16 +37,17 @@ SYSTEM = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_core_worker_rpc_server_reconnect_timeout_s": "3",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
-    "RAY_max_direct_call_object_size": str(2 * 2**20),
+    "RAY_max_direct_call_object_size": str(2**20),
     "RAY_task_events_report_interval_ms": "0",
     "RAY_idle_worker_killing_time_threshold_ms": "30000",
 }
 """Nothing is reported home, and every port is on loopback. A replica that answers a killed caller hangs no longer than the third
 one says: its event loop waits for that caller to come back, and Ray's own 60 s would hold up everyone else that it serves. The
 fourth is for a GCS that is killed while Ray starts, when nobody watches it yet. Arguments that are smaller than the fifth travel in
-the call itself: a group of a few long samples would wait a millisecond for the object store. Of finished tasks and calls nothing is
-kept: the GCS would remember the last 100,000, in some 0.1 MB a step. A process that has run a workflow's node waits for the next
-one: Ray ends those that idle for a second, and each that comes instead costs half a second and leaves a socket in the GCS."""
+the call itself: a group of a few long samples would wait a millisecond for the object store, while two megabytes in a call take
+longer than by way of it. Of finished tasks and calls nothing is kept: the GCS would remember the last 100,000, in some 0.1 MB a
+step. A process that has run a workflow's node waits for the next one: Ray ends those that idle for a second, and each that comes
+instead costs half a second and leaves a socket in the GCS."""
 SERVICES = ("gcs_server", "raylet")
 POLL_S = 0.05
 SHUTDOWN_S = 15.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ class CommitWitness:
 
     def __init__(self, buffer: Any, path: Path) -> None:
         self._buffer, self._path = buffer, path
+        self._encoders = ThreadPoolExecutor(contents.ENCODERS, "encoder")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._buffer, name)
 
     async def commit(self, attempt: Attempt, group: Group) -> bool:
-        encoded = await contents.encode(group)
+        encoded = await contents.encode(group, self._encoders)
         new = await self._buffer.commit(attempt, encoded)
         digest = encoded.rows.sha256
         append_line(self._path, ordinal=attempt.ordinal, attempt=attempt.number, epoch=attempt.epoch, sha256=digest)

@@ -94,7 +94,10 @@ def encode_column(column: Column) -> bytes:
         "sample_ids": list(column.samples),
         "arrays": [_array_head(column, name) for name in names],
     }
-    blocks = ((_raw(arrays[name], arrays[name].dtype) for arrays in column.samples.values() if name in arrays) for name in names)
+    blocks = (
+        (_raw(arrays[name], arrays[name].dtype.newbyteorder("<")) for arrays in column.samples.values() if name in arrays)
+        for name in names
+    )
     return _join(head, blocks)
 
 
@@ -132,7 +135,7 @@ def _scalars(sample: Sample) -> dict[str, Any]:
     return {name: getattr(sample, name) for name in _SCALARS}
 
 
-def _sample_blocks(samples: tuple[Sample, ...]) -> Iterable[Iterable[memoryview]]:
+def _sample_blocks(samples: tuple[Sample, ...]) -> Iterable[Iterable[np.ndarray]]:
     for sample in samples:
         for name, dtype in ARRAYS:
             array = getattr(sample, name)
@@ -166,8 +169,9 @@ def _task(head: dict[str, Any]) -> Task:
     return Task(**head)
 
 
-def _raw(array: np.ndarray, dtype: np.dtype) -> memoryview:
-    return np.ascontiguousarray(array, dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
+def _raw(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """As it is joined: an array that is contiguous and of this type already is not copied."""
+    return np.ascontiguousarray(array, dtype)
 
 
 def _block(body: memoryview, start: int, dtype: np.dtype, count: int) -> np.ndarray:
@@ -180,10 +184,10 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _join(head: dict[str, Any], blocks: Iterable[Iterable[memoryview]]) -> bytes:
+def _join(head: dict[str, Any], blocks: Iterable[Iterable[np.ndarray]]) -> bytes:
     packed = _pack(head)
     start = _aligned(_PREFIX.size + len(packed))
-    chunks: list[bytes | memoryview] = [
+    chunks: list[bytes | np.ndarray] = [
         _PREFIX.pack(_MAGIC, len(packed)),
         packed,
         bytes(start - _PREFIX.size - len(packed)),

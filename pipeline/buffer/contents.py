@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,8 @@ from pipeline.records import Column, Group, Sample
 ROWS = "rows"
 LARGE_TOKENS = 32 * 1024
 """Groups of more tokens are encoded outside the event loop."""
+ENCODERS = 2
+"""Threads that encode. Of more, groups that end together are all ready late, and the buffer has nothing to write meanwhile."""
 
 
 @dataclass(slots=True)
@@ -64,9 +67,11 @@ class EncodedGroup:
     columns: tuple[EncodedColumn, ...]
 
 
-async def encode(group: Group) -> EncodedGroup:
+async def encode(group: Group, pool: Executor) -> EncodedGroup:
     """For whoever made the group: the buffer is spared the work, and what travels is one block of bytes."""
-    return encode_group(group) if group.tokens() <= LARGE_TOKENS else await asyncio.to_thread(encode_group, group)
+    if group.tokens() <= LARGE_TOKENS:
+        return encode_group(group)
+    return await asyncio.get_running_loop().run_in_executor(pool, encode_group, group)
 
 
 def encode_group(group: Group) -> EncodedGroup:

@@ -68,7 +68,7 @@ class BufferService:
         self._reads = open_reader(self._paths.database)
         if self._threaded:
             self._read_pool = ThreadPoolExecutor(1, "buffer-reader")
-            self._encode_pool = ThreadPoolExecutor(2, "buffer-encoder")
+            self._encode_pool = ThreadPoolExecutor(contents.ENCODERS, "buffer-encoder")
         self._writes = GroupCommit(self._store, self._threaded)
 
     @property

@@ -17,10 +17,10 @@ def echo_json(value: dict[str, Any]) -> None:
 
 
 def show(*renderables: Any) -> None:
-    """Print with rich, which is imported only when there is something to show."""
+    """Print with rich, which is imported only when there is something to show. Text is no markup: `[bench]` stays as it is."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = PIPED_WIDTH
     for renderable in renderables:

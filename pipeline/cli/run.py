@@ -105,10 +105,9 @@ def changed_config(paths: RunPaths, config: RunConfig, overrides: list[str]) -> 
 def drive(paths: RunPaths, started: float, overrides: Sequence[str] = ()) -> int:
     """Run what is left of a run whose folder exists. Nothing of the folder is touched before the run's lock is held; what an
     earlier command was killed in the middle of making is made good."""
-    from rich.console import Console
-
     from pipeline.buffer.lock import RunLock
     from pipeline.buffer.schema import create_run
+    from pipeline.cli.output import show
     from pipeline.config.loading import read_config
     from pipeline.observe.tables import render_table
     from pipeline.observe.trackers import check_trackers
@@ -119,11 +118,10 @@ def drive(paths: RunPaths, started: float, overrides: Sequence[str] = ()) -> int
         check_trackers(config.observe.trackers)
         create_run(paths, {"steps": config.trainer.steps, "started_at": started}, exist_ok=True)
         outcome = Driver(paths, config, lock, started).run()
-    console = Console()
     if outcome.reason:
-        console.print(outcome.reason)
+        show(outcome.reason)
     if outcome.summary:
-        console.print(render_table(outcome.summary, paths))
+        show(render_table(outcome.summary, paths))
     return outcome.exit_code
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -48,16 +47,18 @@ def render_table(summary: dict[str, Any], paths: RunPaths) -> RenderableType:
     parts: list[RenderableType] = [Text(took), *(part for table in tables for part in ("", table))]
     if summary.get("error"):
         parts.append(Text(str(summary["error"]), style="red"))
-    title = f"[bold]{escape(str(summary['run_id']))}[/] · {_state(summary.get('state'))} · step {summary['steps']}"
+    title = Text.assemble((str(summary["run_id"]), "bold"), " · ", _state(summary.get("state")), f" · step {summary['steps']}")
     return Panel(Group(*parts), title=title, title_align="left", border_style="dim", expand=False)
 
 
 def render_status(status: dict[str, Any]) -> RenderableType:
     """One run: state, progress, groups by state, and what each stage holds."""
-    head = Text.from_markup(
-        f"[bold]{escape(str(status.get('run_id')))}[/] · {_state(status.get('state'))} · step {status.get('step') or 0}"
-        f"/{status.get('steps') or '?'} · weights v{status.get('weight_version') or 0}"
-        f" · checkpoint {_or_dash(status.get('checkpoint_step'))}"
+    head = Text.assemble(
+        (str(status.get("run_id")), "bold"),
+        " · ",
+        _state(status.get("state")),
+        f" · step {status.get('step') or 0}/{status.get('steps') or '?'} · weights v{status.get('weight_version') or 0}"
+        f" · checkpoint {_or_dash(status.get('checkpoint_step'))}",
     )
     parts: list[RenderableType] = [head, _states(status), _stages(status.get("stages") or {})]
     for title in ("attempts", "capacity", "workflow"):
@@ -74,8 +75,8 @@ def render_runs(rows: list[dict[str, Any]]) -> RenderableType:
     for row in rows:
         accuracy = f"{percent(row.get('accuracy_before'))} → {percent(row.get('accuracy_after'))}"
         step = f"{_or_dash(row.get('step'))}/{_or_dash(row.get('steps'))}"
-        folder = escape(str(row["path"])) + (f"\n[red]{escape(row['error'])}[/]" if row.get("error") else "")
-        table.add_row(escape(row["run_id"]), _state(row.get("state")), step, accuracy, folder)
+        folder = Text.assemble(str(row["path"]), (f"\n{row['error']}" if row.get("error") else "", "red"))
+        table.add_row(row["run_id"], _state(row.get("state")), step, accuracy, folder)
     return table
 
 
@@ -87,7 +88,7 @@ def _accuracy(summary: dict[str, Any]) -> Table:
     for name, scores in rows:
         before, after = scores.get("before"), scores.get("after")
         change = "–" if before is None or after is None else f"{100 * (after - before):+.1f} points"
-        table.add_row(escape(name), percent(before), f"[bold]{percent(after)}[/]", change, percent(scores.get("teacher")))
+        table.add_row(name, percent(before), Text(percent(after), style="bold"), change, percent(scores.get("teacher")))
     return table
 
 
@@ -97,7 +98,7 @@ def _states(source: dict[str, Any]) -> Table:
     table.add_row("", *(str(ordinals.get(name, "–")) for name in ("fetched", *GROUP_STATES)))
     reasons = source.get("dropped_by_reason") or {}
     if reasons:
-        said = ", ".join(f"{escape(name)} {count}" for name, count in sorted(reasons.items()))
+        said = ", ".join(f"{name} {count}" for name, count in sorted(reasons.items()))
         table.caption = f"dropped: {said}; replaced {source.get('replaced', 0)}, short_late {source.get('short_late', 0)}"
         table.caption_justify = "left"
     return table
@@ -116,10 +117,10 @@ def _stages(stages: dict[str, dict[str, Any]]) -> Table:
         stage = stages[name]
         counts = (_or_dash(stage.get(key)) for key in ("in", "out", "backlog"))
         table.add_row(
-            escape(name),
-            escape(str(stage.get("actor") or "–")),
+            name,
+            str(stage.get("actor") or "–"),
             _or_dash(stage.get("pid")),
-            escape(str(stage.get("node") or "–")),
+            str(stage.get("node") or "–"),
             *counts,
             duration(stage.get("oldest_s")),
         )
@@ -131,7 +132,7 @@ def _files(paths: RunPaths) -> Table:
     for name in _FILES:
         path = getattr(paths, name)
         if path.exists():
-            table.add_row(name, escape(str(path.relative_to(paths.root)) + ("/" if path.is_dir() else "")))
+            table.add_row(name, str(path.relative_to(paths.root)) + ("/" if path.is_dir() else ""))
     return table
 
 
@@ -140,13 +141,12 @@ def _table(first: str, *others: str) -> Table:
     table.add_column(first, style="bold", no_wrap=True)
     numeric = first not in ("files", "run", "stage")
     for other in others:
-        table.add_column(escape(other), justify="right" if numeric else "left", overflow="fold")
+        table.add_column(other, justify="right" if numeric else "left", overflow="fold")
     return table
 
 
-def _state(state: str | None) -> str:
-    style = STATE_STYLE.get(state or "", "dim")
-    return f"[{style}]{escape(state or 'unknown')}[/]"
+def _state(state: str | None) -> Text:
+    return Text(state or "unknown", style=STATE_STYLE.get(state or "", "dim"))
 
 
 def _pairs(title: str, values: dict[str, Any]) -> str:

@@ -333,7 +333,7 @@ async def test_finished_samples_of_an_unfinished_group_are_kept(buffer):
 async def test_a_group_may_be_encoded_where_it_was_made_and_travels_in_one_block(buffer):
     await buffer.assign(1, 2, None)
     attempts = [await buffer.start_attempt(ordinal, 0, "w") for ordinal in range(2)]
-    encoded = await contents.encode(make_group(attempts[0], 1, NEEDS, samples=8, tokens=2000))
+    encoded = contents.encode_group(make_group(attempts[0], 1, NEEDS, samples=8, tokens=2000))
     blocks: list[pickle.PickleBuffer] = []
     travelling = pickle.dumps(encoded, 5, buffer_callback=blocks.append)
     assert len(blocks) == 1 and len(travelling) < 2000

@@ -7,6 +7,7 @@ import pytest
 import typer
 
 from pipeline.cli import main
+from pipeline.cli.output import show
 from pipeline.errors import ConfigError, EngineError, Locked, StageFailed
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -198,3 +199,9 @@ def test_the_custom_task_runs_from_another_folder(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["datasets"]["sums"]
     assert found["checked"] == found["solved"] == 100
+
+
+def test_brackets_in_a_text_are_shown_and_not_obeyed(capsys):
+    lines = ["pip install 'rollout-pipeline[bench]'", "no room in [/tmp/x]"]
+    show(*lines)
+    assert capsys.readouterr().out.splitlines() == lines

@@ -9,7 +9,7 @@ from tests.pipeline.observe.fakes import STEPS, make_run, status, write_evaluati
 
 
 def text_of(renderable, width=100):
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))
+    console = Console(width=width, record=True, file=open("/dev/null", "w"), markup=False)
     console.print(renderable)
     return console.export_text()
 
@@ -77,8 +77,12 @@ def test_the_table_fits_a_terminal_and_says_where_the_files_are(tmp_path):
 
 def test_markup_in_names_is_shown_and_not_obeyed(tmp_path):
     summary = {**build_summary(RunPaths(tmp_path / "x"), {}), "run_id": "[red]x", "error": "list[int] is [bold]bad"}
-    text = text_of(render_table(summary, RunPaths(tmp_path)))
-    assert "[red]x" in text and "list[int] is [bold]bad" in text
+    dropped = {"dropped_by_reason": {"filter[dapo]": 2}, "stages": {"[red]x": {"node": "[bold]"}}}
+    text = "".join(map(text_of, (render_table(summary, RunPaths(tmp_path)), render_status(summary | dropped))))
+    for part in ("[red]x", "list[int] is [bold]bad", "filter[dapo] 2", "[bold] "):
+        assert part in text
+    row = {"run_id": "[red]x", "path": "runs/[/red]", "error": "no [bench]"}
+    assert all(part in text_of(render_runs([row])) for part in ("[red]x", "runs/[/red]", "no [bench]"))
 
 
 def test_status_shows_stages_with_pid_backlog_and_oldest():
