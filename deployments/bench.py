@@ -1,6 +1,6 @@
 """`rollout bench buffer`: commits through the ReplayBuffer actor against the package TransferQueue, on one Ray, in one run.
 
-Invariant: both sides take the same arrays from one process, which commits as the evaluator pool does; the package's settings are
+Invariant: all sides take the same arrays from one process, which commits as the evaluator pool does; the package's settings are
 its own.
 """
 
@@ -18,13 +18,15 @@ import numpy as np
 import ray
 
 from deployments import cluster
-from deployments.calls import RemoteStage
+from deployments.calls import CALL_S, RemoteStage
 from deployments.hosting import OPTIONS
 from deployments.names import NAMESPACE, actor_name
 from deployments.replay_buffer import ReplayBuffer
 from deployments.witness import CommitWitness
 from pipeline.bench import buffer
 from pipeline.bench.buffer import Columns, Commits, Put, RawAppends, Shape, Side
+from pipeline.buffer import codec
+from pipeline.buffer.contents import EncodedGroup, encode_group
 from pipeline.buffer.reader import read_run_epoch
 from pipeline.buffer.schema import create_run
 from pipeline.cli.runs import write_config
@@ -35,6 +37,7 @@ from pipeline.records import Group
 LOGICAL_CPUS = 8
 """TransferQueue asks for one a storage unit and one for its controller, whatever the machine has."""
 START_S = 60.0
+RAY = "over_ray_*: beside calls of an actor that does nothing with the same bytes"
 MISSING = "over_transferqueue_*: not measured, the extra `bench` is not installed: pip install 'rollout-pipeline[bench]'"
 
 
@@ -56,7 +59,8 @@ async def _compare(paths: RunPaths, shapes: Sequence[Shape], rounds: int) -> dic
     actor = ray.remote(ReplayBuffer).options(**options).remote(str(paths.root), read_run_epoch(paths))
     await asyncio.wait_for(asyncio.wrap_future(actor.ready.remote().future()), START_S)
     others, missing = other_sides(paths)
-    notes = [f"{buffer.IN_FLIGHT} in flight on every side; medians of {rounds} rounds in which the sides take turns", *missing]
+    others["ray"] = ActorCalls()
+    notes = [f"{buffer.IN_FLIGHT} in flight on every side; medians of {rounds} rounds in which the sides take turns", RAY, *missing]
     commits = Commits(CommitWitness(RemoteStage(paths.run_id, ReplayBuffer.stage), paths.commits))
     measured = await buffer.compare(commits, others, shapes, rounds)
     return {"figures": measured, "notes": notes}
@@ -68,6 +72,35 @@ def other_sides(paths: RunPaths) -> tuple[dict[str, Side], list[str]]:
     if find_spec("transfer_queue") is None:
         return sides, [MISSING]
     return sides | {"transferqueue": TransferQueue()}, []
+
+
+class ActorCalls:
+    """Calls of an actor that only keeps what it gets, encoded before: what an actor that does more cannot be faster than."""
+
+    def __init__(self) -> None:
+        self._keeper = ray.remote(Keeper).options(num_cpus=0, max_concurrency=OPTIONS["max_concurrency"]).remote()
+
+    async def prepare(self, groups: Sequence[Group]) -> list[Put]:
+        return [partial(self._keep, encode_group(group)) for group in groups]
+
+    async def _keep(self, group: EncodedGroup) -> None:
+        await asyncio.wait_for(self._keeper.keep.remote(group), CALL_S)
+
+    async def take_back(self, groups: Sequence[Group]) -> list[Columns]:
+        ordinals = [group.ordinal for group in groups]
+        kept = await asyncio.wait_for(self._keeper.take_back.remote(ordinals), CALL_S)
+        return [buffer.columns(codec.decode_group(group.rows.data)) for group in kept]
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self._kept: dict[int, EncodedGroup] = {}
+
+    async def keep(self, group: EncodedGroup) -> None:
+        self._kept[group.ordinal] = group
+
+    async def take_back(self, ordinals: list[int]) -> list[EncodedGroup]:
+        return [self._kept.pop(ordinal) for ordinal in ordinals]
 
 
 class TransferQueue:
