@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def build(given: dict[str, Any]) -> Any:
 
     if not ray.is_initialized():
         atexit.register(_uninterrupted, own_cluster(settings))
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, on which Serve ends itself; Ray's own only exits
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if settings.resume:
         Runs(settings.runs, settings.configs, start_detached).go_on(settings.run.run_id if settings.run is not None else None)
     logging.getLogger("ray.serve").addFilter(_not_about_options)
@@ -96,7 +97,10 @@ def own_cluster(settings: Settings) -> Callable[[], None]:
 
 
 def _uninterrupted(stop: Callable[[], None]) -> None:
-    """At the end of the process: whoever loses patience now would leave half of it behind."""
+    """At the end of the process. Whoever loses patience now would leave half of it behind.
+
+    SIGTERM comes here at once: where Ray's services got it too (a group's, a container's), Serve's own end would ask them in vain.
+    """
     for sign in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sign, signal.SIG_IGN)
     stop()
