@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from pipeline.service.runs import Runs
 
 GRACE_S = 5.0
 POLL_S = 0.1
+SERVICES_END_S = 1.0
+"""For services of Ray that were told to."""
 KEEP_ALIVE_S = 75
 """Longer than clients keep an idle connection, so that none is closed under a request."""
 
@@ -43,7 +46,7 @@ def build(given: dict[str, Any]) -> Any:
 
     if not ray.is_initialized():
         atexit.register(_uninterrupted, own_cluster(settings))
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, on which Serve ends itself; Ray's own only exits
+        signal.signal(signal.SIGTERM, _terminated)
     if settings.resume:
         Runs(settings.runs, settings.configs, start_detached).go_on(settings.run.run_id if settings.run is not None else None)
     logging.getLogger("ray.serve").addFilter(_not_about_options)
@@ -93,6 +96,17 @@ def own_cluster(settings: Settings) -> Callable[[], None]:
         stop()
         raise
     return stop
+
+
+def _terminated(*_: object) -> None:
+    """As Ctrl-C, on which Serve ends itself; but where Ray's services got the signal too (of a group, of a container), Serve would
+    ask them in vain, and be ended for it."""
+    from deployments import cluster
+
+    time.sleep(SERVICES_END_S)
+    if cluster.complete():
+        raise KeyboardInterrupt
+    sys.exit(0)
 
 
 def _uninterrupted(stop: Callable[[], None]) -> None:

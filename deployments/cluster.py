@@ -150,13 +150,13 @@ def processes() -> list[ProcessId]:
 def stop(paths: RunPaths) -> None:
     """Shut Ray down and end what is left of it, by pid."""
     mine = processes()
-    _shutdown(SHUTDOWN_S if _complete() else LOST_SHUTDOWN_S)
+    _shutdown(SHUTDOWN_S if complete() else LOST_SHUTDOWN_S)
     _set_global_client(None)  # Serve keeps its controller's handle, and a later Ray of this process would be asked for that actor
     end(mine, grace_s=5.0)
     shutil.rmtree(temporary_folder(paths), ignore_errors=True)
 
 
-def _complete() -> bool:
+def complete() -> bool:
     """Whether all services live that this process started."""
     living = {child.name() for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
     return living.issuperset(SERVICES)

@@ -180,9 +180,11 @@ def choice_seed(seed: int, place: int, choice: int) -> int:
 
 
 def check_room(prompt: np.ndarray, wanted: int, max_context: int, param: str) -> None:
-    """Raises RequestRefused for a prompt that the engine would refuse, with OpenAI's own code for a long one."""
+    """Raises RequestRefused for a prompt that the engine would refuse, with OpenAI's own code and first words for a long one."""
     if len(prompt) == 0:
         raise RequestRefused(400, "empty_prompt", "the prompt has no tokens", param)
     if len(prompt) + min(wanted, 1) > max_context:
-        message = f"this model's context is {max_context} tokens; the prompt has {len(prompt)}, which leaves no room for an answer"
+        message = (
+            f"This model's maximum context length is {max_context} tokens; the prompt has {len(prompt)}: no room for an answer"
+        )
         raise RequestRefused(400, "context_length_exceeded", message, param)
