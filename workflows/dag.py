@@ -2,8 +2,8 @@
 
 `max_staleness` is an edge: rollout[k] waits for train[k - 1 - max_staleness]. With the sampler `in_order` train[k] waits for
 score[k]; otherwise only for train[k - 1], because it takes ready groups of any step. fetch[k] and batch[k] are done by the time
-that rollout[k] may begin: fetch[k] waits for the last node before that training step, and in the fetcher until the step has taken
-its groups, which makes room.
+that rollout[k] may begin: with `in_order` fetch[k] waits for the rollout of that training step, and in the fetcher until the step
+has taken its groups, which makes room.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def window(config: RunConfig, run_id: str, first: int, last: int, evaluate_befor
     """The DAG of training steps first..last (1-based). evaluate_before: the evaluation before the first step belongs to it, as in
     the first window, or when a crash left it undone; first = last + 1 is a window of that evaluation alone."""
     fetched: dict[int, Any] = {}
-    scored: dict[int, Any] = {}
+    rolled: dict[int, Any] = {}
     trained: dict[int, Any] = {}
     in_order = config.buffer.sampler == "in_order"
     evaluations: list[Any] = []
@@ -72,15 +72,15 @@ def window(config: RunConfig, run_id: str, first: int, last: int, evaluate_befor
         evaluations.append(_node(evaluate, f"evaluate[{first - 1}]").bind(run_id, first - 1))
     for step in range(first, last + 1):
         released_by = step - 1 - config.rollout.max_staleness
-        before = (scored if in_order else trained).get(released_by)
+        before = (rolled if in_order else trained).get(released_by)
         fetched[step] = _node(fetch, f"fetch[{step}]").bind(run_id, step, before, fetched.get(step - 1))
         batches = _node(batch, f"batch[{step}]").bind(run_id, step, fetched[step])
-        rolled = _node(rollout, f"rollout[{step}]").bind(run_id, step, batches, trained.get(released_by))
-        scored[step] = _node(score, f"score[{step}]").bind(run_id, step, rolled)
-        waits_for = (scored[step],) if in_order else ()
+        rolled[step] = _node(rollout, f"rollout[{step}]").bind(run_id, step, batches, trained.get(released_by))
+        scored = _node(score, f"score[{step}]").bind(run_id, step, rolled[step])
+        waits_for = (scored,) if in_order else ()
         trained[step] = _node(train, f"train[{step}]").bind(run_id, step, trained.get(step - 1), *waits_for)
         if config.evaluation_due(step):
             evaluations.append(_node(evaluate, f"evaluate[{step}]").bind(run_id, step, trained[step]))
         if not in_order:
-            evaluations.append(scored[step])
+            evaluations.append(scored)
     return _node(finish, f"finish[{last}]").bind(last, trained.get(last), *evaluations)

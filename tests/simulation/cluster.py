@@ -130,7 +130,7 @@ class Cluster:
                 train, fetch = f"train[{step}]", f"fetch[{step}]"
                 released_by = step - 1 - self._world.scenario.staleness
                 in_order = self._world.scenario.sampler == "in_order"
-                before = f"{'score' if in_order else 'train'}[{released_by}]"
+                before = f"{'rollout' if in_order else 'train'}[{released_by}]"
                 node(fetch, [before, f"fetch[{step - 1}]"], lambda step=step: fetcher.fetch(step))
                 node(f"rollout[{step}]", [fetch, f"train[{released_by}]"], lambda step=step: roll_out(step))
                 node(f"score[{step}]", [f"rollout[{step}]"], lambda step=step: scorer.drain(step))

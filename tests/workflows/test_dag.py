@@ -81,7 +81,7 @@ def test_only_the_rollout_waits_for_the_weights(staleness):
         released_by = step - 1 - staleness
         before = upstream(edges, f"batch[{step}]")
         assert f"train[{released_by}]" not in before, "the step's batches are there when its training step ends"
-        assert f"score[{released_by}]" in before, "and are made no earlier than there will be room for them"
+        assert f"rollout[{released_by}]" in before, "and no replacement is drawn any more when they are"
 
 
 def test_a_window_in_the_middle_waits_for_nothing_before_it():
