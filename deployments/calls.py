@@ -6,6 +6,7 @@ Long work (a rollout, a training step) has no bound on its total time; it is bou
 from __future__ import annotations
 
 import asyncio
+import pickle
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -21,7 +22,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from deployments.multiplex import Answer, Call, Multiplexer
+from deployments.multiplex import Answer, Call, Multiplexer, pack
 from deployments.names import NAMESPACE, actor_name
 from pipeline.errors import EngineUnavailable, RemoteTraceback, RolloutError, StageFailed
 
@@ -206,10 +207,10 @@ class EngineCalls(RemoteEngine):
 
     async def _carry(self, calls: list[Call]) -> AsyncIterator[list[Answer]]:
         """The deadline is on progress: the next answer of the request."""
-        response = self.handle().options(stream=True).generate_all.remote(*self._model, calls)
+        response = self.handle().options(stream=True).generate_all.remote(*self._model, pack(calls))
         try:
             while True:
-                yield await asyncio.wait_for(anext(response), self._deadline_s)
+                yield pickle.loads(await asyncio.wait_for(anext(response), self._deadline_s))
         except StopAsyncIteration:
             return
         except TimeoutError as error:
@@ -246,11 +247,11 @@ class RemoteWorker:
 
     async def _carry(self, calls: list[Call]) -> AsyncIterator[list[Answer]]:
         handle = self._stage.handle()
-        stream = handle.play_all.options(num_returns="streaming").remote(calls)
+        stream = handle.play_all.options(num_returns="streaming").remote(pack(calls))
         try:
             while True:
                 reference = await self._alive(handle, asyncio.ensure_future(anext(stream)))
-                yield await asyncio.wait_for(reference, CALL_S)
+                yield pickle.loads(await asyncio.wait_for(reference, CALL_S))
         except StopAsyncIteration:
             return
         except RayError as error:

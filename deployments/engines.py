@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 from ray import serve
 
 from deployments.hosting import log_to_file
-from deployments.multiplex import Answer, Call, answers
+from deployments.multiplex import answers, pack
 from deployments.names import ENGINE_DEPLOYMENT
+from deployments.threads import take_turns
 from pipeline.config.loading import read_config
 from pipeline.config.models import Launch
 from pipeline.config.schema import RunConfig
@@ -59,10 +61,10 @@ class _EngineReplica:
     async def generate(self, requests: list[GenerateRequest], version: Version) -> list[Completion]:
         return await self.engine.generate(requests, version)
 
-    async def generate_all(self, calls: list[Call]) -> AsyncIterator[list[Answer]]:
+    async def generate_all(self, calls: bytes) -> AsyncIterator[bytes]:
         """Several `generate` at the same time; each is answered when it is done."""
-        async for part in answers(calls, self.engine.generate):
-            yield part
+        async for part in answers(pickle.loads(calls), self.engine.generate):
+            yield pack(part)
 
     async def score(self, rows: list[ScoreRow], signal: Signal, top_k: int) -> list[ScoredRow]:
         return await self.engine.score(rows, signal, top_k)
@@ -77,6 +79,7 @@ class StudentEngine(_EngineReplica):
     async def __init__(self, root: str) -> None:
         paths = RunPaths(Path(root))
         log_to_file(paths, "student_engine")
+        take_turns()
         config = read_config(paths.config).config
         weights = WeightStore(paths.weights)
         published = await _first_weights(weights, config.run.start_timeout_s)
@@ -89,6 +92,7 @@ class TeacherEngine(_EngineReplica):
     async def __init__(self, root: str, alias: str) -> None:
         paths = RunPaths(Path(root))
         log_to_file(paths, f"teacher_engine_{alias}")
+        take_turns()
         config = read_config(paths.config).config
         self.engine = await asyncio.to_thread(_teacher, config, alias, paths)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,16 @@ import ray
 
 from deployments.calls import EngineCalls, unwrap
 from deployments.hosting import log_to_file
-from deployments.multiplex import Answer, Call, answers
+from deployments.multiplex import answers, pack
 from deployments.names import ENGINE_DEPLOYMENT, student_app, teacher_app
 from deployments.placement import demand, in_bundle
-from deployments.witness import append_line
+from deployments.threads import take_turns
+from deployments.witness import append_lines
 from pipeline.buffer.api import Attempt
 from pipeline.config.loading import read_config
 from pipeline.config.schema import RunConfig
 from pipeline.engines.renderer import ChatRenderer
+from pipeline.evaluator.offload import Offload
 from pipeline.evaluator.spec import PlacementToken, specs_from_config
 from pipeline.evaluator.worker import EvaluatorWorker
 from pipeline.fetcher.catalog import Catalog
@@ -41,13 +44,14 @@ class EvaluatorWorkerActor:
     """Not retried by Ray: a call that its death ends is a lost attempt, and the pool starts another."""
 
     of_one_sample = False
-    """Such a process plays what it is given; who sent it has noted the play."""
+    """Such a process plays what it is given by itself."""
 
     def __init__(self, root: str, node: str, bundle: int) -> None:
         self.paths = RunPaths(Path(root))
         self.node = node
         self.bundle = bundle
         log_to_file(self.paths, f"evaluator_worker_{node}")
+        take_turns()
         self.log = logging.getLogger("evaluator_worker")
         self._playing: set[asyncio.Task[Any]] = set()
         self._started = asyncio.ensure_future(self._build())
@@ -70,10 +74,13 @@ class EvaluatorWorkerActor:
         for place in set(sandboxes.values()):
             await place.start()
         tune_collector()
+        offload = Offload()
 
         def player(name: str, engine: EngineCalls, played: RunConfig) -> EvaluatorWorker:
             run = f"{self.paths.run_id}.{name}"
-            return EvaluatorWorker(played, renderer, engine, specs, self.node, teachers=teachers, sandboxes=sandboxes, run=run)
+            return EvaluatorWorker(
+                played, renderer, engine, specs, self.node, offload=offload, teachers=teachers, sandboxes=sandboxes, run=run
+            )
 
         players = {name: player(name, engine, config) for name, engine in {"student": student, **teachers}.items()}
         acting = config.model_copy(update={"eval": config.eval.model_copy(update={"beta": 1.0})})
@@ -94,12 +101,16 @@ class EvaluatorWorkerActor:
             play.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
-    async def play_all(self, calls: list[Call]) -> AsyncIterator[list[Answer]]:
+    async def play_all(self, calls: bytes) -> AsyncIterator[bytes]:
         """Several `run_samples` at the same time; each is answered when it is done."""
-        async for part in answers(calls, self._noted):
-            yield part
+        asked = pickle.loads(calls)
+        played = [attempt for _, _, attempt, context, *_ in asked if context.phase == "train"]
+        facts = [{"ordinal": attempt.ordinal, "attempt": attempt.number, "epoch": attempt.epoch} for attempt in played]
+        append_lines(self.paths.plays, facts)
+        async for part in answers(asked, self._kept):
+            yield pack(part)
 
-    async def _noted(self, *call: Any) -> list[Sample]:
+    async def _kept(self, *call: Any) -> list[Sample]:
         play = asyncio.current_task()
         assert play is not None
         self._playing.add(play)
@@ -118,8 +129,6 @@ class EvaluatorWorkerActor:
         player: str = "student",
     ) -> list[Sample]:
         worker = (await asyncio.shield(self._started))[player]
-        if context.phase == "train" and not self.of_one_sample:
-            append_line(self.paths.plays, ordinal=task.ordinal, attempt=attempt.number, epoch=attempt.epoch)
         if self.of_one_sample or not any(token.gpu for token in tokens):
             return await worker.run_samples(task, indices, attempt, context, tokens)
         async with asyncio.TaskGroup() as group:

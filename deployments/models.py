@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from ray import serve
 
 from deployments.engines import OPTIONS
 from deployments.hosting import log_to_file
-from deployments.multiplex import Answer, Call, answers
+from deployments.multiplex import answers, pack
 from deployments.names import MODELS_DEPLOYMENT
 from pipeline.engines.base import Completion, Engine, EngineInfo, GenerateRequest, ScoredRow, ScoreRow, Signal, Version
 from pipeline.engines.opening import open_student
@@ -64,11 +65,11 @@ class ModelsReplica:
         async with self._engine(model) as engine:
             return await engine.generate(requests, version)
 
-    async def generate_all(self, model: Model, calls: list[Call]) -> AsyncIterator[list[Answer]]:
+    async def generate_all(self, model: Model, calls: bytes) -> AsyncIterator[bytes]:
         """Several `generate` at the same time; each is answered when it is done."""
         async with self._engine(model) as engine:
-            async for part in answers(calls, engine.generate):
-                yield part
+            async for part in answers(pickle.loads(calls), engine.generate):
+                yield pack(part)
 
     async def score(self, model: Model, rows: list[ScoreRow], signal: Signal, top_k: int) -> list[ScoredRow]:
         async with self._engine(model) as engine:

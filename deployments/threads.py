@@ -1,14 +1,25 @@
-"""Blocking calls of Ray. Invariant: the caller can go on, and end, although such a call never returns."""
+"""Threads beside Ray's own.
+
+Invariant: a blocking call of Ray leaves its caller free to go on, and to end, although the call never returns.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+SWITCH_S = 0.0005
+
+
+def take_turns() -> None:
+    """For the process that calls it: Ray carries each request and answer in threads of its own, in several steps; each step would
+    wait the interpreter's 5 ms for a loop or an engine that computes."""
+    sys.setswitchinterval(SWITCH_S)
 
 
 def begun(function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:

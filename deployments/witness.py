@@ -1,6 +1,6 @@
 """What was played, acknowledged and trained, said by those who did it and kept beside the ledger, for whoever doubts the ledger.
 
-Invariant: a line is one write to a file opened for appending: processes share the file, and a kill tears no line. The run reads
+Invariant: lines are one write to a file opened for appending: processes share the file, and a kill tears no line. The run reads
 none of it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,15 @@ from pipeline.records import Group
 
 
 def append_line(path: Path, **facts: Any) -> None:
-    """The time (seconds since the epoch), the process and the facts, as one line of JSON."""
-    line = json.dumps({"t": round(time.time(), 3), "pid": os.getpid(), **facts}) + "\n"
+    append_lines(path, [facts])
+
+
+def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """The time (seconds since the epoch), the process and the facts, each as one line of JSON."""
+    head = {"t": round(time.time(), 3), "pid": os.getpid()}
     path.parent.mkdir(exist_ok=True)
     with open(path, "ab", buffering=0) as file:
-        file.write(line.encode())
+        file.write("".join(json.dumps(head | facts) + "\n" for facts in records).encode())
 
 
 class CommitWitness:

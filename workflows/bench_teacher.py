@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
-from pipeline.bench.teacher import Mode, Workload, bench_config
+from pipeline.bench.teacher import SCALE, Mode, Workload, bench_config, bounds, by_the_row
+from pipeline.buffer.schema import open_reader
 from pipeline.config.loading import dump, read_config
 from pipeline.paths import RunPaths
 from workflows.bench import completed_run, node_times
@@ -24,26 +27,56 @@ MODES: dict[Mode, tuple[str, ...]] = {
     "inline": ("teacher_stage.mode=inline",),
     "none": ("algorithm.name=grpo",),
 }
+SETTLED_S = 0.01
+"""Columns that were recorded within this time of one another are of one call, which ended within this time before."""
 
 
 def figures(workload: Workload, root: Path) -> dict[str, float]:
-    """ray_stage_over_inline, ray_stage_over_none: as on the virtual clock. ray_{stage,inline,none}_s: seconds from the first step
-    trained to the last, so that what loads in the first is left out. ray_train_s: median of the updates."""
-    config, tasks = root / "workload.yaml", root / "tasks.jsonl"
-    tasks.write_text("".join(json.dumps({"prompt": f"say {item}", "answer": str(item)}) + "\n" for item in range(60)))
-    config.write_text(dump(bench_config(workload)))
-    seconds, updates = {}, []
-    for mode, overrides in MODES.items():
-        loaded = read_config(config, [*_whole_run(workload, tasks), *overrides])
-        paths, _ = completed_run(loaded, root, mode)
-        seconds[mode] = _trained_s(paths, workload.steps)
-        updates += [json.loads(line)["update_s"] for line in paths.metrics.read_text().splitlines()]
+    """ray_stage_over_inline, ray_stage_over_none, ray_stage_over_bound, ray_permits_while_scoring_{stage,inline}: as on the virtual
+    clock. ray_{stage,inline,none}_s: seconds from the first step trained to the last, so that what loads in the first is left out.
+    ray_train_s: median of the updates."""
+    runs = {mode: _run(workload, mode, root, mode) for mode in MODES}
+    seconds = {mode: _trained_s(paths, workload.steps) for mode, paths in runs.items()}
+    updates = [json.loads(line)["update_s"] for paths in runs.values() for line in paths.metrics.read_text().splitlines()]
     return {
         "ray_stage_over_inline": seconds["inline"] / seconds["stage"],
         "ray_stage_over_none": seconds["stage"] / seconds["none"],
+        "ray_stage_over_bound": _over_bound(by_the_row(workload), root),
+        **{f"ray_permits_while_scoring_{mode}": permits_while_scoring(runs[mode], workload) for mode in ("stage", "inline")},
         **{f"ray_{mode}_s": value for mode, value in seconds.items()},
         "ray_train_s": statistics.median(updates),
     }
+
+
+def permits_while_scoring(paths: RunPaths, workload: Workload) -> float:
+    """Mean number of groups between the start of their attempt and its commit, at the beginning and the end of the teacher's calls.
+    A call took what is stated, and ended when its columns were recorded."""
+    with closing(open_reader(paths.database)) as db:
+        held = [tuple(row) for row in db.execute("SELECT started_at, ended_at FROM attempts")]
+        recorded = [row["produced_at"] for row in db.execute("SELECT produced_at FROM fields ORDER BY produced_at")]
+    moments = [at for end in _calls(recorded) for at in (end - workload.call_s / SCALE, end - SETTLED_S)]
+    return statistics.mean(sum(start <= at <= end for start, end in held) for at in moments)
+
+
+def _calls(recorded: list[float]) -> Iterator[float]:
+    before = 0.0
+    for at in recorded:
+        if at - before > SETTLED_S:
+            yield at
+        before = at
+
+
+def _over_bound(workload: Workload, root: Path) -> float:
+    """Of everything, what loads in the first step included."""
+    times = node_times(_run(workload, "stage", root, "by_the_row"))
+    return (times[f"train[{workload.steps}]"]["done"] - times["rollout[1]"]["started"]) / max(bounds(workload).values())
+
+
+def _run(workload: Workload, mode: Mode, root: Path, name: str) -> RunPaths:
+    config, tasks = root / f"{name}.yaml", root / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps({"prompt": f"say {item}", "answer": str(item)}) + "\n" for item in range(60)))
+    config.write_text(dump(bench_config(workload)))
+    return completed_run(read_config(config, [*_whole_run(workload, tasks), *MODES[mode]]), root, name)[0]
 
 
 def _whole_run(workload: Workload, tasks: Path) -> tuple[str, ...]:

@@ -1,7 +1,9 @@
 """The durable DAG: which node waits for which. Nodes hold no state; running one again does only what is missing.
 
-`max_staleness` is an edge: fetch[k], and so rollout[k], waits for train[k - 1 - max_staleness]. With the sampler `in_order`
-train[k] waits for score[k]; otherwise only for train[k - 1], because it takes ready groups of any step.
+`max_staleness` is an edge: rollout[k] waits for train[k - 1 - max_staleness]. With the sampler `in_order` train[k] waits for
+score[k]; otherwise only for train[k - 1], because it takes ready groups of any step. fetch[k] and batch[k] are done by the time
+that rollout[k] may begin: with `in_order` fetch[k] waits for the rollout of that training step, and in the fetcher until the step
+has taken its groups, which makes room.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def batch(run_id: str, step: int, ordinals: list[int]) -> list[Any]:
 
 
 @ray.remote(num_cpus=INFRASTRUCTURE_CPU)
-def rollout(run_id: str, step: int, batches: list[Any]) -> Any:
+def rollout(run_id: str, step: int, batches: list[Any], *_after: Any) -> Any:
     return node_call(run_id, "evaluator_pool", f"rollout[{step}]", "rollout", step, batches)
 
 
@@ -62,20 +64,23 @@ def window(config: RunConfig, run_id: str, first: int, last: int, evaluate_befor
     """The DAG of training steps first..last (1-based). evaluate_before: the evaluation before the first step belongs to it, as in
     the first window, or when a crash left it undone; first = last + 1 is a window of that evaluation alone."""
     fetched: dict[int, Any] = {}
+    rolled: dict[int, Any] = {}
     trained: dict[int, Any] = {}
+    in_order = config.buffer.sampler == "in_order"
     evaluations: list[Any] = []
     if evaluate_before:
         evaluations.append(_node(evaluate, f"evaluate[{first - 1}]").bind(run_id, first - 1))
     for step in range(first, last + 1):
-        release = trained.get(step - 1 - config.rollout.max_staleness)
-        fetched[step] = _node(fetch, f"fetch[{step}]").bind(run_id, step, release, fetched.get(step - 1))
+        released_by = step - 1 - config.rollout.max_staleness
+        before = (rolled if in_order else trained).get(released_by)
+        fetched[step] = _node(fetch, f"fetch[{step}]").bind(run_id, step, before, fetched.get(step - 1))
         batches = _node(batch, f"batch[{step}]").bind(run_id, step, fetched[step])
-        rolled = _node(rollout, f"rollout[{step}]").bind(run_id, step, batches)
-        scored = _node(score, f"score[{step}]").bind(run_id, step, rolled)
-        waits_for = (scored,) if config.buffer.sampler == "in_order" else ()
+        rolled[step] = _node(rollout, f"rollout[{step}]").bind(run_id, step, batches, trained.get(released_by))
+        scored = _node(score, f"score[{step}]").bind(run_id, step, rolled[step])
+        waits_for = (scored,) if in_order else ()
         trained[step] = _node(train, f"train[{step}]").bind(run_id, step, trained.get(step - 1), *waits_for)
         if config.evaluation_due(step):
             evaluations.append(_node(evaluate, f"evaluate[{step}]").bind(run_id, step, trained[step]))
-        if not waits_for:
+        if not in_order:
             evaluations.append(scored)
     return _node(finish, f"finish[{last}]").bind(last, trained.get(last), *evaluations)

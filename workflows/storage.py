@@ -1,6 +1,7 @@
 """Where Ray Workflow keeps its checkpoints. Ray writes them in place; here a file appears whole or not at all.
 
-Invariant: a file under the storage folder is never torn: it is written aside, fsynced and renamed.
+Invariant: a file under the storage folder is never torn: it is written aside, fsynced and renamed. Its name may be lost with the
+machine: the ledger knows what was done, and a node that runs again does only what is missing.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from urllib.parse import quote, unquote
 
 import pyarrow as pa
 from pyarrow.fs import FileInfo, FileSelector, FileSystemHandler, FileType, PyFileSystem
-
-from pipeline.durable import sync
 
 ASIDE = ".aside-"
 
@@ -68,7 +67,6 @@ class _Aside:
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._aside, self._target)
-        sync(self._target.parent)
 
 
 class AtomicFolder(FileSystemHandler):

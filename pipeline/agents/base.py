@@ -70,7 +70,7 @@ class Trajectory:
     def append_context(self, token_ids: np.ndarray) -> None:
         """Prompt or environment output: never trained on."""
         count = len(token_ids)
-        self.token_ids.extend(int(token) for token in token_ids)
+        self.token_ids.extend(token_ids.tolist())
         self.loss_mask.extend([0] * count)
         self.logprobs.extend([float("nan")] * count)
         self.executor.extend([NOBODY] * count)
@@ -95,9 +95,9 @@ class Trajectory:
     def append_completion(self, completion: Completion, executor: int = STUDENT) -> None:
         """A teacher's tokens carry no weight version: no model that is trained made them."""
         count = len(completion.token_ids)
-        self.token_ids.extend(int(token) for token in completion.token_ids)
+        self.token_ids.extend(completion.token_ids.tolist())
         self.loss_mask.extend([1] * count)
-        self.logprobs.extend(float(value) for value in completion.logprobs)
+        self.logprobs.extend(completion.logprobs.tolist())
         self.executor.extend([executor] * count)
         self.versions.extend([-1 if executor == TEACHER else completion.weight_version] * count)
 

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ _ANSWER = "(the answer)"
 """Stands for an answer where only what surrounds it is asked for."""
 _PLACE = "\ue000"
 """Surrounds the number of an answer that is put in as tokens: a character that means nothing."""
+KEPT = 16
+"""Prompts that are rendered once: the samples of a group ask for the same one."""
 _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -34,6 +37,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._template = _environment().from_string(template)
         self._specials = specials
+        self._render = lru_cache(KEPT)(self._rendered)
         self.digest = digest
         """Of the mapping between ids and text; the chat template is not part of it."""
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -58,8 +62,14 @@ class ChatRenderer:
         return cls(tokenizer, _template_of(folder, settings), specials, tokenizer_digest(folder))
 
     def render(self, messages: Iterable[tuple[str, str]]) -> np.ndarray:
-        """int32 [P], ending where the assistant's answer begins. Raises DataError when the template refuses the messages."""
-        return self.encode_text(self._text(messages))
+        """int32 [P], ending where the assistant's answer begins, not to be written to. Raises DataError when the template refuses
+        the messages."""
+        return self._render(tuple(messages))
+
+    def _rendered(self, messages: tuple[tuple[str, str], ...]) -> np.ndarray:
+        tokens = self.encode_text(self._text(messages))
+        tokens.flags.writeable = False
+        return tokens
 
     def render_reply(self, content: str, answer: np.ndarray) -> np.ndarray:
         """int32 [N]: what the template puts after an answer's own tokens, up to where the next answer begins.

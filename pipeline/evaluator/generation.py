@@ -152,7 +152,9 @@ class SampleGenerator:
         return other
 
     async def generate(self, prompt: np.ndarray, *, turn: int, max_tokens: int | None = None) -> Completion:
-        sampling = self._sampling if max_tokens is None else replace(self._sampling, max_tokens=max_tokens)
+        sampling = self._sampling
+        if max_tokens not in (None, sampling.max_tokens):
+            sampling = replace(sampling, max_tokens=max_tokens)
         request = GenerateRequest(f"{self._sample_id}.{turn}", prompt, sampling, _turn_seed(self._seed, turn))
         started = self._clock()
         completion = await self._in_time(request)

@@ -109,7 +109,7 @@ class EvaluatorPool:
             beta=schedules.value(algorithm.beta, step),
             t_max=schedules.t_max(algorithm.t_max, step),
         )
-        slots = await self._slots(step, sum(len(batch.ordinals) for batch in batches))
+        slots, batched = await self._slots_and_tasks(step, batches)
         report.already = sum(slot.state not in ("pending", "running", "dropped") for slot in slots)
 
         async with nursery() as group:
@@ -132,7 +132,7 @@ class EvaluatorPool:
                     report.replaced += 1
                     await serve([task])
 
-            for tasks in await self._missing(slots, batches):
+            for tasks in await self._missing(slots, batches, batched):
                 group.create_task(serve(tasks), name=f"batch of {tasks[0].ordinal}")
             for slot in slots:
                 if slot.state == "dropped":
@@ -228,17 +228,25 @@ class EvaluatorPool:
         """The newest ordinal of each slot of the step, and its state. The step was assigned by the fetcher: this only reads."""
         return await settled("assign", lambda: self._buffer.assign(step, count, None))
 
-    async def _missing(self, slots: list[Assignment], batches: Sequence[Batch]) -> list[list[Task]]:
+    async def _slots_and_tasks(self, step: int, batches: Sequence[Batch]) -> tuple[list[Assignment], dict[int, Task]]:
+        """The slots of the step, and the tasks of its batches by ordinal: asked for at the same time."""
+        ordinals = [ordinal for batch in batches for ordinal in batch.ordinals]
+        async with nursery() as group:
+            slots = group.create_task(self._slots(step, len(ordinals)), name=f"slots of {step}")
+            tasks = group.create_task(self._tasks(ordinals), name=f"tasks of {step}")
+        return slots.result(), tasks.result()
+
+    async def _tasks(self, ordinals: list[int]) -> dict[int, Task]:
+        found = await settled("tasks", lambda: self._fetcher.tasks(ordinals), "fetcher") if ordinals else []
+        return {task.ordinal: task for task in found}
+
+    async def _missing(self, slots: list[Assignment], batches: Sequence[Batch], tasks: dict[int, Task]) -> list[list[Task]]:
         """Tasks to roll out, batch by batch; replacements drawn before a restart come as batches of their own."""
         wanted = {slot.ordinal for slot in slots if slot.state in ("pending", "running")}
         rows = [[ordinal for ordinal in batch.ordinals if ordinal in wanted] for batch in batches]
-        batched = {ordinal for row in rows for ordinal in row}
-        rows += [[ordinal] for ordinal in sorted(wanted - batched)]
-        ordinals = [ordinal for row in rows for ordinal in row]
-        if not ordinals:
-            return []
-        tasks = {task.ordinal: task for task in await settled("tasks", lambda: self._fetcher.tasks(ordinals), "fetcher")}
-        return [[tasks[ordinal] for ordinal in row] for row in rows if row]
+        drawn = sorted(wanted - tasks.keys())
+        tasks = tasks | await self._tasks(drawn)
+        return [[tasks[ordinal] for ordinal in row] for row in [*rows, *([ordinal] for ordinal in drawn)] if row]
 
     async def _batch(
         self, context: StepContext, tasks: list[Task], gate: asyncio.Semaphore, done: Callable[[Task, GroupEnd], None]

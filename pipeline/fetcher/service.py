@@ -39,6 +39,7 @@ class Fetcher:
         self._assigned, self._given = _FirstSeen(), _FirstSeen()
         self._served: Counter[str] = Counter()
         self._waiting_since: float | None = None
+        self._waiting_for: str | None = None
         self._busy_s = 0.0
 
     async def fetch(self, step: int) -> list[int]:
@@ -52,10 +53,11 @@ class Fetcher:
                         assignments = await self._buffer.assign(step, count, self._catalog.limit)
                     break
                 except CapacityFull:
+                    self._waiting_for = "a training step to make room in the buffer"
                     async with asyncio.timeout(CAPACITY_WAIT_S + self._call_timeout_s):
                         await self._buffer.wait_capacity(count, CAPACITY_WAIT_S)
         finally:
-            self._waiting_since = None
+            self._waiting_since = self._waiting_for = None
         ordinals = [assignment.ordinal for assignment in sorted(assignments, key=lambda assignment: assignment.slot)]
         self._assigned.note(ordinals)
         return ordinals
@@ -101,7 +103,7 @@ class Fetcher:
             backlog=int(self._waiting_since is not None),
             oldest_s=waited,
             busy_s=self._busy_s,
-            detail={"limit": self._catalog.limit, "served": dict(self._served)},
+            detail={"limit": self._catalog.limit, "served": dict(self._served), "waiting_for": self._waiting_for},
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from concurrent.futures import Future
 
 import pytest
@@ -10,7 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from deployments import calls
 from deployments.calls import RemoteStage, RemoteWorker, node_call, unwrap
-from deployments.multiplex import Answer, failure
+from deployments.multiplex import Answer, failure, pack
 from pipeline.errors import EngineError, LateCommit, RemoteTraceback, StageFailed, abort_reason, root_cause
 
 
@@ -162,7 +163,7 @@ class Stream:
             await asyncio.Event().wait()
         if isinstance(part, Exception):
             raise part
-        return _ready(part)
+        return _ready(pack(part))
 
 
 async def _ready(part):
@@ -180,7 +181,7 @@ async def test_groups_go_to_a_worker_together_and_come_back_one_by_one():
     client = worker(stream)
     first, second = await asyncio.gather(client.run_samples("task 0"), client.run_samples("task 1"), return_exceptions=True)
     assert isinstance(first, EngineError) and second == ["b"]
-    assert stream.calls == [("task 0", "student"), ("task 1", "student")]
+    assert pickle.loads(stream.calls) == [("task 0", "student"), ("task 1", "student")]
 
 
 @pytest.mark.looptime

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 
 from deployments.evaluator_worker import EvaluatorWorkerActor
+from deployments.multiplex import pack
 from pipeline.buffer.api import Attempt
 from pipeline.evaluator.spec import PlacementToken
 from pipeline.paths import RunPaths
@@ -34,12 +36,12 @@ async def test_a_worker_is_empty_once_it_is_cleared(tmp_path):
     worker._started = asyncio.get_running_loop().create_future()
     worker._started.set_result({"student": player})
     call = (make_task(0), [0], Attempt(0, 1, 0, 0), StepContext(1), [PlacementToken("n", None, 0.0, 1.0, 0.0)])
-    answers = worker.play_all([call, call])
+    answers = worker.play_all(pack([call, call]))
     asked = asyncio.ensure_future(anext(answers))
     while player.playing < 2:
         await asyncio.sleep(0)
     await worker.clear()
     assert player.playing == 0
-    told = await asked
+    told = pickle.loads(await asked)
     assert all("cancelled" in str(answer.error) for answer in told)
     await worker.clear()

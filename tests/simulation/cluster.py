@@ -128,11 +128,13 @@ class Cluster:
 
             for step in range(first, last + 1):
                 train, fetch = f"train[{step}]", f"fetch[{step}]"
-                release = f"train[{step - 1 - self._world.scenario.staleness}]"
-                node(fetch, [release, f"fetch[{step - 1}]"], lambda step=step: fetcher.fetch(step))
-                node(f"rollout[{step}]", [fetch], lambda step=step: roll_out(step))
+                released_by = step - 1 - self._world.scenario.staleness
+                in_order = self._world.scenario.sampler == "in_order"
+                before = f"{'rollout' if in_order else 'train'}[{released_by}]"
+                node(fetch, [before, f"fetch[{step - 1}]"], lambda step=step: fetcher.fetch(step))
+                node(f"rollout[{step}]", [fetch, f"train[{released_by}]"], lambda step=step: roll_out(step))
                 node(f"score[{step}]", [f"rollout[{step}]"], lambda step=step: scorer.drain(step))
-                scored = [f"score[{step}]"] if self._world.scenario.sampler == "in_order" else []
+                scored = [f"score[{step}]"] if in_order else []
                 node(train, [f"train[{step - 1}]", *scored], lambda step=step: trainer.train(step))
 
     async def _node(self, name: str, after: list[asyncio.Task[Any]], work: Callable[[], Awaitable[Any]]) -> Any:

@@ -50,7 +50,7 @@ def upstream(edges: dict[str, set[str]], node: str) -> set[str]:
 def test_a_step_passes_its_five_stages_in_order():
     edges = graph(dag.window(config(), "r", 1, 6, True))
     assert edges["batch[3]"] == {"fetch[3]"}
-    assert edges["rollout[3]"] == {"batch[3]"}
+    assert edges["rollout[3]"] == {"batch[3]", "train[1]"}
     assert edges["score[3]"] == {"rollout[3]"}
     assert edges["train[3]"] == {"score[3]", "train[2]"}
     assert {name for name in edges if name.endswith("[3]")} == {
@@ -74,6 +74,16 @@ def test_steps_are_fetched_and_trained_one_after_the_other():
         assert f"train[{step - 1}]" in edges[f"train[{step}]"]
 
 
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_only_the_rollout_waits_for_the_weights(staleness):
+    edges = graph(dag.window(config(staleness=staleness), "r", 1, 6, True))
+    for step in range(staleness + 2, 7):
+        released_by = step - 1 - staleness
+        before = upstream(edges, f"batch[{step}]")
+        assert f"train[{released_by}]" not in before, "the step's batches are there when its training step ends"
+        assert f"rollout[{released_by}]" in before, "and no replacement is drawn any more when they are"
+
+
 def test_a_window_in_the_middle_waits_for_nothing_before_it():
     edges = graph(dag.window(config(), "r", 3, 4, False))
     assert {name for name in edges if name.startswith("train")} == {"train[3]", "train[4]"}
@@ -84,6 +94,7 @@ def test_a_window_in_the_middle_waits_for_nothing_before_it():
 def test_other_samplers_train_on_what_is_ready(sampler):
     edges = graph(dag.window(config(sampler=sampler), "r", 1, 3, True))
     assert edges["train[3]"] == {"train[2]"}
+    assert edges["fetch[3]"] == {"train[1]", "fetch[2]"}, "a straggler of the step before does not hold it up"
     assert edges["finish[3]"] >= {"score[1]", "score[2]", "score[3]"}, "a window ends when all of it is scored"
 
 

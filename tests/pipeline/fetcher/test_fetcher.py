@@ -90,9 +90,10 @@ async def test_waits_for_room():
     waiting = asyncio.create_task(stage.fetch(2))
     await asyncio.sleep(12)
     assert ledger.waits >= 2 and not waiting.done() and stage.report().backlog == 1
+    assert "make room" in stage.report().detail["waiting_for"], "the watchdog is to look at the one who makes it"
     ledger.capacity = 8
     assert await waiting == [4, 5, 6, 7]
-    assert stage.report().backlog == 0
+    assert stage.report().backlog == 0 and stage.report().detail["waiting_for"] is None
 
 
 @pytest.mark.looptime
