@@ -34,7 +34,8 @@ SETTLED_S = 0.01
 def figures(workload: Workload, root: Path) -> dict[str, float]:
     """ray_stage_over_inline, ray_stage_over_none, ray_stage_over_bound, ray_permits_while_scoring_{stage,inline}: as on the virtual
     clock. ray_{stage,inline,none}_s: seconds from the first step trained to the last, so that what loads in the first is left out.
-    ray_train_s: median of the updates."""
+    ray_train_s: median of the updates. ray_hop_s: median time from the end of a node to the start of the one that waited for it
+    last; a step has three on its way, from training to rollout to score to training."""
     runs = {mode: _run(workload, mode, root, mode) for mode in MODES}
     seconds = {mode: _trained_s(paths, workload.steps) for mode, paths in runs.items()}
     updates = [json.loads(line)["update_s"] for paths in runs.values() for line in paths.metrics.read_text().splitlines()]
@@ -45,6 +46,7 @@ def figures(workload: Workload, root: Path) -> dict[str, float]:
         **{f"ray_permits_while_scoring_{mode}": permits_while_scoring(runs[mode], workload) for mode in ("stage", "inline")},
         **{f"ray_{mode}_s": value for mode, value in seconds.items()},
         "ray_train_s": statistics.median(updates),
+        "ray_hop_s": statistics.median(_hops(node_times(runs["stage"]), workload)),
     }
 
 
@@ -64,6 +66,15 @@ def _calls(recorded: list[float]) -> Iterator[float]:
         if at - before > SETTLED_S:
             yield at
         before = at
+
+
+def _hops(times: dict[str, dict[str, float]], workload: Workload) -> Iterator[float]:
+    for step in range(workload.max_staleness + 2, workload.steps + 1):
+        ends = {node: times[f"{node}[{step}]"]["done"] for node in ("rollout", "score")}
+        trained = {back: times[f"train[{step - back}]"]["done"] for back in (1, workload.max_staleness + 1)}
+        yield times[f"rollout[{step}]"]["started"] - trained[workload.max_staleness + 1]
+        yield times[f"score[{step}]"]["started"] - ends["rollout"]
+        yield times[f"train[{step}]"]["started"] - max(ends["score"], trained[1])
 
 
 def _over_bound(workload: Workload, root: Path) -> float:
