@@ -42,6 +42,8 @@ class ChatRenderer:
         """Of the mapping between ids and text; the chat template is not part of it."""
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         """Ids that mean something; a model's output matrix may have more rows."""
+        self.longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
+        """Characters that a token stands for at most."""
         self.eos_token_id: int = tokenizer.token_to_id(specials["eos_token"])
         pad = specials.get("pad_token")
         self.pad_token_id: int = self.eos_token_id if pad is None else tokenizer.token_to_id(pad)

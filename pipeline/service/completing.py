@@ -179,12 +179,12 @@ def choice_seed(seed: int, place: int, choice: int) -> int:
     return int(np.random.SeedSequence([seed, place, choice]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def check_room(prompt: np.ndarray, wanted: int, max_context: int, param: str) -> None:
-    """Raises RequestRefused for a prompt that the engine would refuse, with OpenAI's own code and first words for a long one."""
-    if len(prompt) == 0:
+def check_room(tokens: int, wanted: int, max_context: int, param: str, *, at_least: bool = False) -> None:
+    """Raises RequestRefused for a prompt that the engine would refuse, with OpenAI's own code and first words for a long one.
+    at_least: so many, because the text is not yet tokenized: what is megabytes long never is."""
+    if tokens == 0:
         raise RequestRefused(400, "empty_prompt", "the prompt has no tokens", param)
-    if len(prompt) + min(wanted, 1) > max_context:
-        message = (
-            f"This model's maximum context length is {max_context} tokens; the prompt has {len(prompt)}: no room for an answer"
-        )
+    if tokens + min(wanted, 1) > max_context:
+        has = f"has at least {tokens}" if at_least else f"has {tokens}"
+        message = f"This model's maximum context length is {max_context} tokens; the prompt {has}: no room for an answer"
         raise RequestRefused(400, "context_length_exceeded", message, param)

@@ -94,10 +94,11 @@ class Front:
         async with self._admitted():
             opened = await self._backend.open(request.model)
             renderer = await self._renderer(opened)
-            prompts = [_prompt(prompt, renderer) for prompt in request.prompts()]
-            if len(prompts) * request.n > self._max_choices(opened):
-                message = f"{len(prompts)} prompts x n {request.n} is above {self._max_choices(opened)} choices a request"
+            asked = request.prompts()
+            if len(asked) * request.n > self._max_choices(opened):
+                message = f"{len(asked)} prompts x n {request.n} is above {self._max_choices(opened)} choices a request"
                 raise RequestRefused(400, "too_many_choices", message, "n")
+            prompts = [_prompt(prompt, renderer, request.max_tokens, opened.info.max_context) for prompt in asked]
             answer = await self._answer(opened, renderer, prompts, request, request.max_tokens, request.logprobs, "prompt")
             head = Head(request_id, int(self._clock()), opened.model.name)
             return completion_reply(head, prompts, answer, echo=request.echo, token_ids=request.return_token_ids)
@@ -107,8 +108,11 @@ class Front:
         async with self._admitted():
             opened = await self._backend.open(request.model)
             renderer = await self._renderer(opened)
+            messages = [(message.role, message.text()) for message in request.messages]
+            characters = sum(len(text) for _, text in messages)
+            check_room(max(1, characters // renderer.longest_token), 1, opened.info.max_context, "messages", at_least=True)
             try:
-                tokens = renderer.render((message.role, message.text()) for message in request.messages)
+                tokens = renderer.render(messages)
             except DataError as error:
                 raise RequestRefused(400, "invalid_messages", str(error), "messages") from error
             prompt = Prompt("", [int(token) for token in tokens])
@@ -130,7 +134,7 @@ class Front:
     ) -> Answer:
         arrays = [np.asarray(prompt.token_ids, np.int32) for prompt in prompts]
         for array in arrays:
-            check_room(array, max_tokens, opened.info.max_context, param)
+            check_room(len(array), max_tokens, opened.info.max_context, param)
         sampling: Sampling = request.sampling(max_tokens)
         seed = self._new_seed() if request.seed is None else request.seed % 2**63
         echo = isinstance(request, CompletionRequest) and request.echo
@@ -170,9 +174,11 @@ class Front:
             raise RequestRefused(504, "deadline", f"no answer within {self._deadline_s:g} s (engine.call_timeout_s)") from error
 
 
-def _prompt(prompt: str | TokenIds, renderer: ChatRenderer) -> Prompt:
+def _prompt(prompt: str | TokenIds, renderer: ChatRenderer, wanted: int, max_context: int) -> Prompt:
     if isinstance(prompt, str):
+        check_room(-(-len(prompt) // renderer.longest_token), wanted, max_context, "prompt", at_least=True)
         return Prompt(prompt, [int(token) for token in renderer.encode_text(prompt)])
+    check_room(len(prompt), wanted, max_context, "prompt")
     foreign = [token for token in prompt if token >= renderer.vocab_size]
     if foreign:
         message = f"token id {foreign[0]} is outside the vocabulary of {renderer.vocab_size}"

@@ -279,6 +279,15 @@ async def test_a_prompt_that_fills_the_context_is_refused_with_openais_code(here
     assert (await here.post("/v1/completions", prompt="a" * CONTEXT, max_tokens=0, echo=True, logprobs=0)).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_a_prompt_that_no_tokens_could_hold_is_refused_before_it_is_tokenized(here, path, monkeypatch):
+    monkeypatch.setattr(ChatRenderer, "encode_text", lambda *_: pytest.fail("tokenized"))
+    text = "a" * 3000
+    body = {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
+    error = error_of(await here.post(f"/v1/{path}", **body), 400)
+    assert error["code"] == "context_length_exceeded" and "the prompt has at least " in error["message"]
+
+
 @pytest.mark.parametrize("body", [{"prompt": [99999]}, {"prompt": "a", "model": "m"}, {"prompt": "a", "model": "m\0"}])
 async def test_what_is_not_there_is_named(here, body):
     error = error_of(await here.post("/v1/completions", **body), 404)
