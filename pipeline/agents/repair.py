@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from pipeline.errors import VerifierError
 from pipeline.fetcher.swe import Repair
@@ -34,8 +35,12 @@ async def remember(sandbox: Sandbox) -> None:
 
 
 async def patch_of(sandbox: Sandbox) -> str | None:
-    """What was changed since `remember`; None when it is above PATCH_BYTES. Raises VerifierError when it cannot be taken."""
-    command = f'{GIT} add -A && {GIT} diff --cached --binary $(cat "$PRIVATE/tree")'
+    """What was changed since `remember`; None when it is above PATCH_BYTES. Raises VerifierError when it cannot be taken.
+
+    What git could not read, what is no file, and repositories in the folder keep nobody from it.
+    """
+    readable = r"chmod -R u+rwX .; find . -mindepth 2 -name .git -prune -exec rm -rf {} +; find . \( -type p -o -type s \) -delete"
+    command = f'{readable}; {GIT} add -A && {GIT} diff --cached --binary --no-renames $(cat "$PRIVATE/tree")'
     ran = _good(await sandbox.run(command, GIT_S, private=True, output_bytes=PATCH_BYTES), "the patch cannot be taken")
     return None if ran.left_out else ran.output
 
@@ -61,7 +66,8 @@ async def solves(open_sandbox: OpenSandbox, repair: Repair, patch: str, timeout_
         return False
     sandbox = await open_sandbox("verify", repair.contents)
     try:
-        _good(await apply(sandbox, patch, touched(repair.test_patch)), "the patch does not apply")
+        if (await apply(sandbox, patch, _kept(repair))).exit_code != 0:
+            return False
         _good(await apply(sandbox, repair.test_patch), f"the test patch of {repair.instance_id} does not apply")
         tests = [*repair.fail_to_pass, *repair.pass_to_pass]
         ran = await run_tests(sandbox, repair, tests, timeout_s)
@@ -102,6 +108,16 @@ async def prove(open_sandbox: OpenSandbox, repair: Repair, timeout_s: float) -> 
     except VerifierError as error:
         faults.append(str(error))
     return Proof(repair.instance_id, tuple(faults))
+
+
+def _kept(repair: Repair) -> list[str]:
+    """What no patch may bring along: the files of the tests, and what Python would import in their place."""
+    named = [test.split("::")[0] for test in (*repair.fail_to_pass, *repair.pass_to_pass)]
+    dotted = [name.split(".") for name in named if not name.endswith(".py")]
+    modules = {"/".join(parts[:count]) + ".py" for parts in dotted for count in range(1, len(parts) + 1)}
+    files = {*touched(repair.test_patch), *modules, *(name for name in named if name.endswith(".py"))}
+    stems = [str(PurePosixPath(file).with_suffix("")) for file in touched(repair.test_patch)]
+    return sorted(files | {f"{stem}{rest}" for stem in stems for rest in (".*", "/*")})
 
 
 def touched(patch: str) -> list[str]:

@@ -200,6 +200,7 @@ class EvaluatorPool:
             busy_s=work.busy_s(),
             detail={
                 "samples_running": self._workers.running,
+                "heartbeat": self._workers.played,
                 "tokens_held": self._placement.held,
                 "batches_waiting": self._placement.waiting,
                 "nodes": self._placement.used(),

@@ -60,6 +60,8 @@ class Workers:
         self._clock = clock
         self._last: BaseException | None = None
         self.deaths = 0
+        self.played = 0
+        """Samples that came back, those of evaluations too."""
 
     @property
     def alive(self) -> int:
@@ -137,6 +139,7 @@ class Workers:
         finally:
             member.running -= len(units)
         member.deaths = 0
+        self.played += len(samples)
         return samples
 
     def _died(self, member: _Member, life: int, error: BaseException) -> None:

@@ -130,6 +130,7 @@ class LocalSandbox:
         if (refused := no_command(command)) is not None:
             return refused
         assert self._room is not None
+        (self.lease.folder / "work").chmod(0o755)  # a command before may have closed it
         refusing = syscalls.open_filter()
         running = processes.run(
             self._arguments(command, private, refusing),

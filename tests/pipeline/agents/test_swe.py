@@ -95,18 +95,33 @@ async def test_a_command_past_its_deadline_is_told_to_the_model(tmp_path: Path):
     assert "stopped after 0.5 s\nbegun\n" in world.renderer.decode(student.prompts[1])
 
 
+PASSING = "printf 'import unittest\\nclass T(unittest.TestCase):\\n  test_new = test_old = lambda self: None\\n'"
+
+
 async def test_rewriting_the_tests_wins_nothing(world: World):
-    tests = "import unittest\\nclass T(unittest.TestCase):\\n  def test_new(self): pass\\n  def test_old(self): pass\\n"
-    cheat = f"printf '{tests}' > test_a.py"
-    sample, _ = await world.play(block(cheat), block("submit"))
+    sample, _ = await world.play(block(f"{PASSING} > test_a.py"), block("submit"))
     assert "test_a.py" in sample.text
     assert sample.reward == 0.0
 
 
-@pytest.mark.parametrize("trick", ["echo > unittest.py", "echo 'import os; os._exit(0)' > a.py"], ids=["runner", "exit"])
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "echo > unittest.py",
+        "echo 'import os; os._exit(0)' > a.py",
+        f"mkdir test_a; {PASSING} > test_a/__init__.py",
+    ],
+    ids=["runner", "exit", "package"],
+)
 async def test_tests_that_are_kept_from_running_win_nothing(world: World, trick: str):
     sample, _ = await world.play(block(trick), block("submit"))
     assert (sample.status, sample.reward) == ("ok", 0.0)
+
+
+@pytest.mark.parametrize("left", ["mkfifo .gitignore", "mkdir x; chmod 000 x", "chmod 000 .", "git init -q x; touch x/y"])
+async def test_what_an_agent_leaves_behind_keeps_no_solution_from_counting(world: World, left: str):
+    sample, _ = await world.play(block(MEND), block(left), block("submit"))
+    assert (sample.status, sample.reward) == ("ok", 1.0)
 
 
 async def test_a_change_that_breaks_what_worked_is_no_solution(world: World):
@@ -115,7 +130,7 @@ async def test_a_change_that_breaks_what_worked_is_no_solution(world: World):
 
 
 async def test_a_patch_that_cannot_be_taken_leaves_the_reward_unsaid_and_one_that_is_too_large_is_no_solution(world: World):
-    sample, _ = await world.play(block(MEND), block("mkdir x; echo 1 > x/y; chmod 0 x/y"), block("submit"))
+    sample, _ = await world.play(block(MEND), block("echo '* working-tree-encoding=none' > .gitattributes"), block("submit"))
     assert (sample.status, sample.reward) == ("ok", None) and "cannot be taken" in sample.error
     sample, _ = await world.play(block(MEND), block("head -c 3000000 /dev/urandom > big"), block("submit"))
     assert (sample.reward, sample.text, sample.turns[-1]["patch"]) == (0.0, "", None)

@@ -382,6 +382,7 @@ async def test_an_evaluation_is_of_one_version_and_of_each_sample_once():
         assert summary["valid"] and summary["weight_version"] == 3 and len(seen) == 12
         assert summary["results"]["a"]["accuracy"] == 1.0 and summary["results"]["a"]["pass@k"] == {"1": 1.0, "2": 1.0}
         calls = len(engine.calls)
+        assert w.pool.report().detail["heartbeat"] == len(seen), "an evaluation is progress"
         assert await w.pool.evaluate("eval_3", eval_tasks(), 3) == summary and len(engine.calls) == calls
         assert await w.states() == {}
 
