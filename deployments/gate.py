@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,6 +28,8 @@ OPEN_PATHS = ("/healthz", "/")
 PAGE_PARTS = "/dashboard/"
 """Served without a token: whether it lives, and the page with its parts, which hold nothing and ask for the token themselves."""
 MAX_BODY_BYTES = 8 << 20
+CLIENT_GONE = 499
+"""The status, in log and metrics, of a request whose client did not wait for the reply."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -49,6 +52,7 @@ class Gate:
             return
         given = request_id_of(scope)  # Serve's proxy gives one to every request, and to its reply
         request_id = given or uuid.uuid4().hex
+        path = quote(scope["path"])  # a line of the log is one request, whatever was asked for
         scope.setdefault("state", {})["request_id"] = request_id
         reply = _Reply(send, None if given else request_id)
         started = time.monotonic()
@@ -58,14 +62,14 @@ class Gate:
         except Exception as error:
             refusal = refusal_of(error)
             if refusal.status >= 500:
-                log.exception("request %s: %s %s", request_id, scope["method"], scope["path"])
+                log.exception("request %s: %s %s", request_id, scope["method"], path)
             if not reply.started:
                 await send_refusal(refusal, request_id, reply.send)
         finally:
             seconds = time.monotonic() - started
             route = getattr(scope.get("route"), "path", "unknown")
             self._seen(scope["method"], route, reply.status, seconds)
-            log.info("%s %s %s %d %.3f s", request_id, scope["method"], scope["path"], reply.status, seconds)
+            log.info("%s %s %s %d %.3f s", request_id, scope["method"], path, reply.status, seconds)
 
     def _check(self, scope: Scope) -> None:
         headers, rules = Headers(scope=scope), self._rules
@@ -102,7 +106,7 @@ class _Reply:
 
     def __init__(self, send: Send, request_id: str | None) -> None:
         self._send, self._request_id = send, request_id
-        self.started, self.status = False, 500
+        self.started, self.status = False, CLIENT_GONE
         self.instead: RequestRefused | None = None
 
     async def send(self, message: Message) -> None:

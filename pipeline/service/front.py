@@ -97,7 +97,7 @@ class Front:
             asked = request.prompts()
             if len(asked) * request.n > self._max_choices(opened):
                 message = f"{len(asked)} prompts x n {request.n} is above {self._max_choices(opened)} choices a request"
-                raise RequestRefused(400, "too_many_choices", message, "n")
+                raise RequestRefused(400, "too_many_choices", message, "prompt" if request.n == 1 else "n")
             prompts = [_prompt(prompt, renderer, request.max_tokens, opened.info.max_context) for prompt in asked]
             answer = await self._answer(opened, renderer, prompts, request, request.max_tokens, request.logprobs, "prompt")
             head = Head(request_id, int(self._clock()), opened.model.name)

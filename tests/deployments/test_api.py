@@ -310,6 +310,26 @@ async def test_errors_have_one_form(here):
     assert error_of(await here.post("/v1/completions", prompt="a", model="m"), 404)["param"] == "model"
 
 
+async def test_a_request_is_one_line_of_the_log(here, caplog):
+    caplog.set_level("INFO", "service")
+    await here.client.get("/v1/evals/x%0aforged")
+    assert [record.getMessage().count("\n") for record in caplog.records if "forged" in record.getMessage()] == [0]
+
+
+async def test_a_client_that_goes_is_no_error_of_the_service(here, monkeypatch):
+    async def long(name: str) -> Opened:
+        await asyncio.sleep(60.0)
+        raise AssertionError("nobody waits for this")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(here.backend, "open", long)
+        asked = asyncio.create_task(here.post("/v1/completions", prompt="a"))
+        await asyncio.sleep(0.05)
+        asked.cancel()
+        await asyncio.wait([asked])
+    assert 'status="499"' in (await here.client.get("/metrics")).text
+
+
 async def test_what_went_wrong_inside_stays_inside(here, caplog):
     for fault, status in [(ValueError("secret /etc"), 500), (EngineError("secret /etc"), 500), (EngineUnavailable("secret"), 503)]:
         here.backend.fault = fault
