@@ -195,7 +195,7 @@ def test_everything_is_killed_and_goes_on(served):
 
 def test_a_service_that_is_told_to_stop_leaves_nothing_behind(served):
     served.ensure()
-    items = [{"prompt": f"say {number}", "verifier": "patience:patient"} for number in range(40)]
+    items = [{"prompt": f"say {number}", "verifier": "patience:patient"} for number in range(2000)]
     name = served.client.post("/v1/evals", json={"datasets": [{"name": "stopped", "items": items}]}).json()["id"]
     wait_for(lambda: served.read(f"/v1/evals/{name}")["progress"]["done"] >= 1, DONE_S, "some samples")
     served.command.send(signal.SIGTERM)
@@ -203,7 +203,8 @@ def test_a_service_that_is_told_to_stop_leaves_nothing_behind(served):
     assert done.code == 0 and "Traceback" not in done.err and "Abort" not in done.err, done
     wait_for(lambda: not served.program.processes(), STOPPED_S, "the end of all processes")
     assert not temporary_folder(SharedPaths(served.program.runs).service).exists()
-    assert json.loads((served.program.runs / ".evals" / name / "state.json").read_text())["status"] == "running"
+    state = json.loads((served.program.runs / ".evals" / name / "state.json").read_text())
+    assert state["status"] == "running", "more than is played while the service ends"
 
 
 def completion(served: Served, asked: dict) -> dict:

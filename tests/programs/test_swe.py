@@ -17,7 +17,7 @@ from pipeline.records import STUDENT, TEACHER, StepContext, Task
 from pipeline.sandboxes.local import MISSING
 from tests.pipeline.agents.repairing import DOWN, MEND, World
 
-TASKS = Path(__file__).parents[3] / "configs" / "data" / "swe_tasks.jsonl"
+TASKS = Path(__file__).parents[2] / "configs" / "data" / "swe_tasks.jsonl"
 ROWS = [json.loads(line) for line in TASKS.read_text().splitlines()]
 
 
