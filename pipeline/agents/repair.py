@@ -23,6 +23,7 @@ PATCH_BYTES = 2**20
 ABSENT = "_that_is_not_there"
 """Behind the id of a test: of none."""
 _TOUCHED = re.compile(r"^(?:\+\+\+ b|--- a)/(\S.*)$", re.MULTILINE)
+"""Paths that a patch changes."""
 
 OpenSandbox = Callable[[str, Contents], Awaitable[Sandbox]]
 
@@ -115,14 +116,10 @@ def _kept(repair: Repair) -> list[str]:
     named = [test.split("::")[0] for test in (*repair.fail_to_pass, *repair.pass_to_pass)]
     dotted = [name.split(".") for name in named if not name.endswith(".py")]
     modules = {"/".join(parts[:count]) + ".py" for parts in dotted for count in range(1, len(parts) + 1)}
-    files = {*touched(repair.test_patch), *modules, *(name for name in named if name.endswith(".py"))}
-    stems = [str(PurePosixPath(file).with_suffix("")) for file in touched(repair.test_patch)]
-    return sorted(files | {f"{stem}{rest}" for stem in stems for rest in (".*", "/*")})
-
-
-def touched(patch: str) -> list[str]:
-    """Paths that a patch changes."""
-    return sorted({path for path in _TOUCHED.findall(patch)})
+    tests = set(_TOUCHED.findall(repair.test_patch))
+    stems = [PurePosixPath(file).with_suffix("") for file in tests]
+    shadows = {f"{stem}{rest}" for stem in stems for rest in (".*", "/*")}
+    return sorted(tests | modules | shadows | {name for name in named if name.endswith(".py")})
 
 
 def _good(ran: Ran, what: str) -> Ran:

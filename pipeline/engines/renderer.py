@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,6 @@ class ChatRenderer:
         """Of the mapping between ids and text; the chat template is not part of it."""
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         """Ids that mean something; a model's output matrix may have more rows."""
-        self.longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
-        """Characters that a token stands for at most."""
         self.eos_token_id: int = tokenizer.token_to_id(specials["eos_token"])
         pad = specials.get("pad_token")
         self.pad_token_id: int = self.eos_token_id if pad is None else tokenizer.token_to_id(pad)
@@ -62,6 +60,11 @@ class ChatRenderer:
         if tokenizer.token_to_id(specials.get("eos_token", "")) is None:
             raise UserError(f"{folder / 'tokenizer_config.json'}: eos_token is missing or not in the vocabulary")
         return cls(tokenizer, _template_of(folder, settings), specials, tokenizer_digest(folder))
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters that a token stands for at most."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
 
     def render(self, messages: Iterable[tuple[str, str]]) -> np.ndarray:
         """int32 [P], ending where the assistant's answer begins, not to be written to. Raises DataError when the template refuses
