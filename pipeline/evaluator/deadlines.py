@@ -60,8 +60,10 @@ class Deadlines:
         del self._open[deadline]
 
     def close(self) -> None:
+        """What begins after it has its deadline all the same."""
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
 
     def _set(self, until: float) -> None:
         self.close()
