@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
 import time
 from datetime import datetime
@@ -21,6 +22,7 @@ from pipeline.engines.weights import WeightStore
 from pipeline.fetcher.catalog import Catalog
 from pipeline.paths import RunPaths
 from pipeline.records import sample_seed
+from workflows.bench_cpu import PARTS, REST, NodeCpu
 from workflows.run import Driver
 
 SCRIPTED = (
@@ -35,8 +37,15 @@ WARM = 1
 """Steps left out of the figures: the first loads what later ones find loaded."""
 
 
+CORES = len(os.sched_getaffinity(0))
+
+
 def figures(path: Path, root: Path) -> dict[str, Any]:
-    """`pipeline_over_engine_*`: throughput of rollout[k] over the bare engine's; 1 is an engine without a pipeline around it."""
+    """`pipeline_over_engine_*`: throughput of rollout[k] over the bare engine's; 1 is an engine without a pipeline around it.
+
+    `*_cpu_s`: CPU of all processes from the start of a rollout to its end, mean; `*_cpu_s_<part>`: of those which do it.
+    `*_cpu_bound`: what `over_engine` would be if none of the cores were idle in that time.
+    """
     found = {}
     for name, overrides in (("scripted", SCRIPTED), ("torch", TORCH)):
         measured = measure(path, overrides, root, name)
@@ -49,11 +58,17 @@ def figures(path: Path, root: Path) -> dict[str, Any]:
 def measure(path: Path, overrides: tuple[str, ...], root: Path, name: str) -> dict[str, float]:
     """Median seconds of rollout[k] in a run of `path`, and of the bare engine with the requests of the same steps."""
     loaded = read_config(path, [*ON_POLICY, *overrides])
-    paths, config = completed_run(loaded, root, name)
+    with NodeCpu(RunPaths(root / name).nodes, "rollout") as cpu:
+        paths, config = completed_run(loaded, root, name)
     rollouts = [times["done"] - times["started"] for node, times in node_times(paths).items() if node.startswith("rollout[")]
     bare = asyncio.run(_bare(config, paths))
     pipeline_s, engine_s = statistics.median(rollouts[WARM:]), statistics.median(bare[WARM:])
-    return {"pipeline_s": pipeline_s, "engine_s": engine_s, "over_engine": engine_s / pipeline_s}
+    found = {"pipeline_s": pipeline_s, "engine_s": engine_s, "over_engine": engine_s / pipeline_s}
+    spent = cpu.spent[WARM:]
+    parts = {part: statistics.fmean(node[part] for node in spent) for part in (*PARTS.values(), REST)}
+    cpu_s = sum(parts.values())
+    found |= {"cpu_s": cpu_s, "cpu_bound": min(1.0, engine_s * CORES / cpu_s)}
+    return found | {f"cpu_s_{part}": seconds for part, seconds in parts.items()}
 
 
 def completed_run(loaded: Loaded, root: Path, name: str) -> tuple[RunPaths, RunConfig]:
