@@ -31,8 +31,8 @@ MODES: dict[Mode, tuple[str, ...]] = {
 }
 SETTLED_S = 0.01
 """Columns that were recorded within this time of one another are of one call, which ended within this time before."""
-LOADING_S = 1.0
-"""The first rollout of a run goes on for this long after all others of the steps before the workload should be scored."""
+CALM_S = 1.0
+"""The last rollout before the workload goes on for this long after the others should be scored."""
 
 
 def figures(workload: Workload, root: Path) -> dict[str, float]:
@@ -95,7 +95,11 @@ def _seconds(paths: RunPaths, workload: Workload) -> float:
 
 
 def _before(workload: Workload) -> int:
-    """Steps before the workload's: as many as roll out at the same time."""
+    """Steps before the workload's: twice as many as roll out at the same time."""
+    return 2 * _together(workload)
+
+
+def _together(workload: Workload) -> int:
     return workload.max_staleness + 1
 
 
@@ -107,11 +111,15 @@ def _run(workload: Workload, mode: Mode, root: Path, name: str) -> RunPaths:
 
 
 def _with_steps_before(workload: Workload) -> RunConfig:
-    """Their rollouts take no time, but for the first: the others are scored by its end."""
-    config, first = bench_config(workload), _before(workload) * workload.groups
-    seconds = {first + ordinal: value for ordinal, value in workload.seconds().items()}
-    others_s = first * (workload.call_s + workload.rows * workload.row_s) / SCALE
-    script = config.engine.script.model_copy(update={"seconds_by_ordinal": {0: others_s + LOADING_S} | seconds})
+    """The first of them are as the workload's, so that all of its processes are there. The rollouts of the others take no time, but
+    for the first: everything else is scored by its end."""
+    config, seconds = bench_config(workload), workload.seconds()
+    calm, begins = (steps * workload.groups for steps in (_together(workload), _before(workload)))
+    scored_s = begins * (workload.call_s + workload.rows * workload.row_s) / SCALE
+    before = {ordinal: seconds[ordinal] for ordinal in range(calm)} | {calm: scored_s + CALM_S}
+    script = config.engine.script.model_copy(
+        update={"seconds_by_ordinal": before | {begins + ordinal: value for ordinal, value in seconds.items()}}
+    )
     return config.model_copy(update={"engine": config.engine.model_copy(update={"script": script})})
 
 
