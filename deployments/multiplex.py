@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import math
 import pickle
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -46,7 +47,8 @@ Call = tuple[Any, ...]
 Carrier = Callable[[list[Call]], AsyncIterator[Sequence[Answer]]]
 """Takes the arguments of several calls to where they are answered, and yields the answers as they come."""
 GATHER_S = 0.002
-"""An answer waits this long for others, unless it is the last: sending one costs both processes about a millisecond."""
+"""After some answers the next wait this long for others, unless they are the last: sending costs both processes about a
+millisecond. One that comes alone goes at once."""
 
 
 def pack(parts: Sequence[Any]) -> bytes:
@@ -109,7 +111,7 @@ async def answers(calls: Sequence[Call], play: Callable[..., Awaitable[Any]]) ->
     """The other side: plays all calls at the same time, and yields what is done, together with what else is done by then."""
     done: list[Answer] = []
     more, last = asyncio.Event(), asyncio.Event()
-    left = len(calls)
+    left, sent = len(calls), -math.inf
 
     def ended(number: int, task: asyncio.Task[Any]) -> None:
         nonlocal left
@@ -126,10 +128,11 @@ async def answers(calls: Sequence[Call], play: Callable[..., Awaitable[Any]]) ->
         while left or done:
             await more.wait()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GATHER_S):
+                async with asyncio.timeout_at(sent + GATHER_S):
                     await last.wait()
             more.clear()
             ready, done[:] = list(done), []
+            sent = asyncio.get_running_loop().time()
             yield ready
     finally:
         for task in tasks:

@@ -30,8 +30,10 @@ class StallWatchdog:
     """A MONITOR. `run` never returns; it raises Stalled.
 
     A stage is stuck when it has had work (`backlog` > 0) for `stall_s` seconds while its counters stood still. A stage that
-    says what it waits for in `detail["waiting_for"]` (capacity, another stage) is not accused itself. Beside that, no counter
-    of any stage moving for `stall_s` seconds is a stall of the whole pipeline: a lost wake-up leaves no backlog behind.
+    says what it waits for in `detail["waiting_for"]` (capacity, another stage) is not accused itself, and one whose work ends by
+    deadlines of its own says in `detail["bound_s"]` after how many seconds its counters move at the latest: before that it is not
+    stuck. Beside that, no counter of any stage moving for `stall_s` seconds, or for as long as a stage that works may take, is a
+    stall of the whole pipeline: a lost wake-up leaves no backlog behind.
     A report may name its oldest item in `detail["oldest"]` and who holds its resources in `detail["holder"]`. A stage of several
     independent parts lists them in `detail["parts"]`: name -> {finished, backlog, oldest_s, and what `detail` may hold}; each is
     watched by itself, so that one part's progress does not hide another's stall.
@@ -77,16 +79,19 @@ class StallWatchdog:
             known.busy_since = now
         known.report = report
 
+    def _patience_s(self, report: StageReport) -> float:
+        return max(self._stall_s, report.detail.get("bound_s", 0.0))
+
     def _accuse(self, started: float, now: float) -> None:
         stages = sorted(self._stages.values(), key=lambda stage: stage.busy_since)
-        stuck = [stage for stage in stages if now - stage.busy_since >= self._stall_s]
+        stuck = [stage for stage in stages if now - stage.busy_since >= self._patience_s(stage.report)]
         if stuck:
             also = "".join(f"; also {other.report.stage}: {_describe(other.report)}" for other in stuck[1:])
             first = stuck[0]
             still = f"no progress for {now - first.busy_since:.0f} s (observe.stall_s {self._stall_s:g}); "
             raise Stalled(first.report.stage, still + _describe(first.report) + also)
         last_move = max((stage.moved_at for stage in stages), default=started)
-        if now - last_move >= self._stall_s:
+        if now - last_move >= max((self._patience_s(stage.report) for stage in stages), default=self._stall_s):
             holders = sorted((stage.report for stage in stages if stage.report.backlog > 0), key=lambda report: -report.oldest_s)
             held = "; ".join(f"{report.stage}: {_describe(report)}" for report in holders) or "no stage holds any work"
             name = holders[0].stage if holders else "pipeline"

@@ -32,6 +32,14 @@ from pipeline.teacher.teacher import Teacher
 Mode = Literal["stage", "inline", "none"]
 SCALE = 10.0
 ALIAS = "teacher"
+FLOOR = (
+    "stage_over_none is at least stage_over_none_floor, whatever is scheduled: what ends a step's rollout is scored in a call "
+    "of 0.9 s that begins after it. A step begins when the last but one is trained, and from there to its own training takes "
+    "m + 1 s without a teacher and m + 0.9 + 1 s with one, m its longest rollout: with at most 8 s that is 1.10 times as "
+    "long, or more. Only where the longest way through all steps goes once from a training straight to the next may it be "
+    "less, 1.098 for rollouts of 8 s"
+)
+"""Of the figures of the fixed workload, for any draw."""
 
 
 @dataclass(frozen=True, slots=True)

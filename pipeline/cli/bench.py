@@ -132,7 +132,8 @@ def _teacher(config: Path | None, root: Path) -> dict[str, Any]:
     with _folder(root) as folder:
         on_ray = bench_teacher.figures(teacher.Workload(), folder)
     found = calls | teacher.figures() | on_ray | teacher_commits.figures()
-    return {"figures": found, "notes": [f"call32_over_8x4 is of {who}", "ray_: whole runs of the same workload, a Ray each"]}
+    notes = [f"call32_over_8x4 is of {who}", "ray_: whole runs of the same workload, a Ray each"]
+    return {"figures": found, "notes": [*notes, teacher.FLOOR]}
 
 
 def _teacher_calls(shape: str, device: str) -> dict[str, Any]:

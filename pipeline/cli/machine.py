@@ -21,6 +21,7 @@ import psutil
 
 from pipeline.buffer.filesystem import mounts, refuse_network_fs
 from pipeline.errors import SandboxError, UserError
+from pipeline.evaluator.machine import count_gpus
 from pipeline.observe.trackers import EXTRAS, missing
 
 DISTRIBUTION = "rollout-pipeline"
@@ -43,7 +44,7 @@ class Check:
 def check_machine(run_root: Path) -> list[Check]:
     """Every check, in the order in which one would mend things."""
     checks: list[Callable[[], Iterator[Check]]] = [
-        _python, _packages, _ray, _ray_ports, _threads, _memory, lambda: _run_root(run_root), _sandbox, _containers, _smollm,
+        _python, _packages, _ray, _ray_ports, _threads, _gpus, _memory, lambda: _run_root(run_root), _sandbox, _containers, _smollm,
         _trackers,
     ]  # fmt: skip
     return [check for make in checks for check in make()]
@@ -143,6 +144,15 @@ def _threads() -> Iterator[Check]:
         yield Check("torch threads", "warn", detail, "2 cores or more let rollouts and training overlap")
     else:
         yield Check("torch threads", "ok", detail)
+
+
+def _gpus() -> Iterator[Check]:
+    gpus = count_gpus()
+    if gpus:
+        yield Check("gpus", "ok", f"the NVIDIA driver lists {gpus}")
+        return
+    detail = "the NVIDIA driver lists none; only engines with launch.gpus and samples that compute on a GPU need one"
+    yield Check("gpus", "warn", detail, "leave run.ray.num_gpus out: Ray hands out as many as it says, and an engine finds none")
 
 
 def _memory() -> Iterator[Check]:

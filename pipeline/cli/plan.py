@@ -37,6 +37,7 @@ def make_plan(loaded: Loaded) -> dict[str, Any]:
     """Every resolved value with its origin, data sets, schedules, and the proof that the demand can be met. Raises UserError."""
     from pipeline.cli.checks import check_names
     from pipeline.config.loading import flatten
+    from pipeline.evaluator.machine import count_gpus, pretended_gpus
 
     config = loaded.config
     catalog = check_names(config)
@@ -48,6 +49,7 @@ def make_plan(loaded: Loaded) -> dict[str, Any]:
         "stream": _stream(config, catalog),
         "schedules": [_step(config, step) for step in range(1, config.trainer.steps + 1)],
         "resources": _resources(config),
+        "pretended_gpus": pretended_gpus(config, count_gpus()),
     }
 
 

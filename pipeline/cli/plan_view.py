@@ -21,6 +21,8 @@ def render(plan: dict[str, Any]) -> Iterator[RenderableType]:
     yield _stream(plan["stream"])
     yield _schedules(plan["schedules"])
     yield from _resources(plan["resources"])
+    for line in plan["pretended_gpus"]:
+        yield Text(line, style="yellow")
 
 
 def _values(values: dict[str, dict[str, Any]]) -> Table:

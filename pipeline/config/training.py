@@ -154,7 +154,8 @@ class Observe(Strict):
     """Where scalars go beside metrics.jsonl; `wandb` (offline) and `trackio` (local) are extras of these names."""
     bars: bool = True
     stall_s: float = Field(120.0, gt=0)
-    """No progress for this long, anywhere, fails the run and names the stage."""
+    """No progress for this long, anywhere, fails the run and names the stage. Samples that play may take as long as the deadlines
+    of their spec allow."""
     details: bool = True
     """Write eval_details for training steps, too."""
 

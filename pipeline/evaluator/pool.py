@@ -200,7 +200,8 @@ class EvaluatorPool:
             busy_s=work.busy_s(),
             detail={
                 "samples_running": self._workers.running,
-                "heartbeat": self._workers.played,
+                "heartbeat": self._workers.played + self._workers.deaths,
+                "bound_s": self._workers.bound_s,
                 "tokens_held": self._placement.held,
                 "batches_waiting": self._placement.waiting,
                 "nodes": self._placement.used(),

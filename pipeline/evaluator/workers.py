@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -59,6 +60,7 @@ class Workers:
         self._max_deaths = max_deaths
         self._clock = clock
         self._last: BaseException | None = None
+        self._bounds: Counter[float] = Counter()
         self.deaths = 0
         self.played = 0
         """Samples that came back, those of evaluations too."""
@@ -70,6 +72,11 @@ class Workers:
     @property
     def running(self) -> int:
         return sum(member.running for member in self._members)
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds within which one of the calls that run comes back, whatever its samples do; 0 when none runs."""
+        return max(+self._bounds, default=0.0)
 
     async def run(
         self,
@@ -130,6 +137,7 @@ class Workers:
         life, bound_s = member.life, spec.timeouts.total_s + spec.timeouts.cleanup_s + 2 * GRACE_S + ANSWER_S
         indices, tokens = [index for index, _ in units], [token for _, token in units]
         member.running += len(units)
+        self._bounds[bound_s] += 1
         try:
             async with asyncio.timeout(bound_s):
                 samples = await member.client.run_samples(task, indices, attempt, context, tokens)
@@ -138,6 +146,7 @@ class Workers:
             raise WorkerLost(f"the evaluator worker on {member.client.node} is gone: {error!r}") from error
         finally:
             member.running -= len(units)
+            self._bounds[bound_s] -= 1
         member.deaths = 0
         self.played += len(samples)
         return samples

@@ -96,6 +96,24 @@ async def test_the_producer_ends_then_the_trainer_wedges_and_is_named():
     assert caught.value.stage == "train" and 70 <= now() <= 72
 
 
+async def test_work_that_ends_by_its_own_deadlines_is_no_stall_before_them():
+    stages = Stages()
+    stages.backlog["evaluator"] = 1
+    stages.detail["evaluator"] = {"bound_s": 90.0, "oldest": "group 3 (step 1)"}
+    with pytest.raises(Stalled, match="no progress for 9[0-2] s.*group 3") as caught:
+        await supervise([watchdog(stages), Pump("train", PumpKind.TERMINAL, never)])
+    assert caught.value.stage == "evaluator" and 90 <= now() <= 92
+
+
+async def test_a_bound_of_one_stage_excuses_no_other():
+    stages = Stages()
+    stages.backlog |= {"evaluator": 1, "teacher": 1}
+    stages.detail["evaluator"] = {"bound_s": 90.0}
+    with pytest.raises(Stalled) as caught:
+        await supervise([watchdog(stages), Pump("train", PumpKind.TERMINAL, never)])
+    assert caught.value.stage == "teacher" and 40 <= now() <= 42
+
+
 async def test_nothing_moving_anywhere_fires_even_when_no_stage_admits_to_work():
     with pytest.raises(Stalled, match="nothing moved in any stage for 40 s.*no stage holds any work") as caught:
         await StallWatchdog(Stages().probe, 40, now).run()

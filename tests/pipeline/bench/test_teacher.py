@@ -47,6 +47,15 @@ def test_the_floor_is_what_a_replica_for_each_group_reaches_and_nothing_is_below
     assert floor_s(Workload(call_s=0.0)) == pytest.approx(play(Workload(), "none").seconds, rel=1e-2)
 
 
+def test_no_draw_of_the_rollouts_gives_a_floor_below_the_one_that_is_named():
+    def ratio(**changes) -> float:
+        return floor_s(Workload(**changes)) / floor_s(Workload(call_s=0.0, **changes))
+
+    assert min(ratio(seed=seed) for seed in range(100)) >= 1.098
+    assert ratio(rollout_s=(8.0, 8.0)) == pytest.approx(1.098, abs=1e-3)
+    assert ratio() > 1.10, "so the one that is measured cannot be met"
+
+
 def test_calls_of_stated_cost_save_what_they_state():
     assert teacher_calls.stated()["call32_over_8x4"] == pytest.approx(1 / 8)
 

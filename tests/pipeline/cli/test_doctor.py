@@ -19,6 +19,7 @@ def test_every_line_says_how_to_mend_it(rollout, tmp_path, quick):
     assert {check["name"] for check in checks} >= {
         "python",
         "ray",
+        "gpus",
         "memory",
         "disk",
         "file system",

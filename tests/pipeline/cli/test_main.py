@@ -128,6 +128,14 @@ def test_the_installed_command(config_file):
     assert done.stderr.splitlines() == [f"error: {config_file}: trainer.lr: -1 is out of bounds, must be > 0.0"]
 
 
+def test_plan_says_when_a_gpu_is_only_said(rollout, config_file, monkeypatch):
+    monkeypatch.setattr("pipeline.evaluator.machine.count_gpus", lambda: 0)
+    words = ("plan", config_file, "run.ray.num_gpus=4", "specs=[{resource: {gpu: 0.5, concurrency: 4}}]")
+    code, out, _ = rollout(*words)
+    assert code == 0 and "specs.single_turn.resource.gpu 0.5: run.ray.num_gpus 4 is only said" in " ".join(out.split())
+    assert len(json.loads(rollout(*words, "--json")[1])["pretended_gpus"]) == 1
+
+
 @pytest.mark.fault(24)
 def test_plan_shows_every_value_with_its_origin(rollout, config_file):
     code, out, _ = rollout("plan", config_file, "rollout.sampling.top_k=7", "datasets.d.epochs=1", "trainer.steps=12", "--json")

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import AdmissionError, ConfigError
 from pipeline.evaluator.admission import prove
-from pipeline.evaluator.machine import Machine, this_machine
+from pipeline.evaluator.machine import Machine, pretended_gpus, this_machine
 from pipeline.evaluator.placement import PlacementPool
 from pipeline.evaluator.spec import NodeSpec, specs_from_config
 from tests.pipeline.evaluator.parts import make_config
@@ -106,6 +106,17 @@ def test_the_sample_resource_is_the_larger_of_run_and_eval_field_by_field():
 
 def test_the_machine_of_a_private_ray_has_the_cpus_it_is_told():
     assert this_machine(make_config(run={"ray": {"num_cpus": 3}}).run.ray).cpus == 3
+
+
+def test_who_asks_for_a_gpu_that_is_only_said_is_told_so():
+    launched = {"kind": "vllm", "launch": {"python": "/x", "gpus": 1}}
+    said = {"run": {"ray": {"num_gpus": 4}}}
+    told = pretended_gpus(make_config(spec={"resource": {"gpu": 0.5}}, engine=launched, **said), 0)
+    assert [line.split(":")[0] for line in told] == ["engine.launch.gpus 1", "specs.single_turn.resource.gpu 0.5"]
+    assert all("run.ray.num_gpus 4 is only said" in line and "lists no GPUs" in line for line in told)
+    assert pretended_gpus(make_config(engine=launched, **said), 4) == [], "they are there"
+    assert pretended_gpus(make_config(engine=launched), 0) == [], "Ray counts them itself, and the proof refuses"
+    assert pretended_gpus(make_config(**said), 0) == [], "nobody asks for one"
 
 
 @pytest.mark.fault(25)

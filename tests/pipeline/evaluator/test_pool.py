@@ -13,6 +13,7 @@ from pipeline.buffer.api import Attempt
 from pipeline.errors import BreakerTripped, StageFailed
 from pipeline.evaluator.spec import NodeSpec, PlacementToken
 from pipeline.records import Batch, Sampling, StepContext
+from pipeline.watchdog import StallWatchdog
 from tests.pipeline.evaluator.parts import Echo, Mortal, make_config, make_task, world
 
 pytestmark = pytest.mark.looptime
@@ -69,6 +70,22 @@ async def test_a_straggler_does_not_wedge_the_step():
         assert now() < 21 and idle(w.pool)
         (group,) = await w.groups(2)
         assert [sample.status for sample in group.samples] == ["ok", "ok", "ok", "aborted"]
+
+
+async def test_a_long_sample_is_no_stall_before_its_own_deadline():
+    """`watchdog` gives it this long; the default of observe.stall_s is 120 s."""
+    alone = by_ordinal(rest={"run_s": 300.0})
+    async with world(make_config(spec={"run_timeout_s": 400}, rollout={"tasks_per_step": 1}), alone) as w:
+        rollout = asyncio.ensure_future(w.rollout(1))
+
+        async def reports():
+            return [w.pool.report()]
+
+        watching = asyncio.ensure_future(StallWatchdog(reports, 120.0, now).run())
+        await asyncio.wait({rollout, watching}, return_when=asyncio.FIRST_COMPLETED)
+        watching.cancel()
+        assert rollout.done() and rollout.result().committed == 1 and now() >= 300
+        assert w.pool.report().detail["bound_s"] == 0
 
 
 @pytest.mark.fault(9)
