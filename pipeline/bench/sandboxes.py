@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.bench.sandbox_kills import kills
 from pipeline.config.loading import read_config
 from pipeline.config.stages import SandboxPart
 from pipeline.sandboxes.base import Limits, Sandboxes
@@ -32,10 +33,16 @@ def of_config(config: Path | None) -> dict[str, SandboxPart]:
     return {spec.task_type: spec.sandbox for spec in read_config(config).config.specs}
 
 
-def figures(parts: Mapping[str, SandboxPart], one_by_one: int = ONE_BY_ONE, at_once: int = AT_ONCE) -> dict[str, Any]:
+def figures(
+    parts: Mapping[str, SandboxPart], one_by_one: int = ONE_BY_ONE, at_once: int = AT_ONCE, owners: int = 0
+) -> dict[str, Any]:
     """By name of the part: start_ms, command_ms and close_ms, p50 and p99; the same of the starts when all are asked for at once,
-    and the seconds that those take together; left: sandboxes of this process afterwards. Raises ConfigError or SandboxError."""
-    return {"figures": asyncio.run(_measure(parts, one_by_one, at_once)), "notes": [_note(*part) for part in parts.items()]}
+    and the seconds that those take together; left: sandboxes of this process afterwards; what so many owners that are killed leave.
+    Raises ConfigError or SandboxError."""
+    found = asyncio.run(_measure(parts, one_by_one, at_once))
+    for name, part in parts.items() if owners else ():
+        found |= {f"{name}_{key}": value for key, value in kills(part, owners, found[f"{name}_start_ms_p50"] / 1000).items()}
+    return {"figures": found, "notes": [_note(*part) for part in parts.items()]}
 
 
 async def _measure(parts: Mapping[str, SandboxPart], one_by_one: int, at_once: int) -> dict[str, float]:

@@ -37,6 +37,9 @@ ShapeOption = Annotated[
 EnginesOption = Annotated[
     Path, typer.Option("--engines", help="engine: folder of the engines' environments, as `make engines` makes them.")
 ]
+KillsOption = Annotated[
+    int, typer.Option("--kills", min=0, help="sandboxes: kill so many of their owners, too, and count what is left.")
+]
 DeviceOption = Annotated[str, typer.Option("--device", help="Where the random model runs: cpu or cuda.")]
 
 
@@ -52,6 +55,7 @@ def bench(
     shape: ShapeOption = None,
     device: DeviceOption = "cpu",
     engines: EnginesOption = Path(".engines"),
+    kills: KillsOption = 0,
     runs_dir: RunsDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -62,6 +66,8 @@ def bench(
 
     if (shape and name is not Name.teacher) or (config and name not in (Name.teacher, Name.rollout, Name.sandboxes)):
         raise UserError(f"--config and --shape are options of other benches, not of {name.value}")
+    if kills and name is not Name.sandboxes:
+        raise UserError(f"--kills is an option of sandboxes, not of {name.value}")
     root = run_root(runs_dir)
     if name is Name.scheduler:
         found = _scheduler()
@@ -72,7 +78,7 @@ def bench(
     elif name is Name.rollout:
         found = _rollout(config or Path("configs/quickstart.yaml"), root)
     elif name is Name.sandboxes:
-        found = _sandboxes(config)
+        found = _sandboxes(config, kills)
     else:
         found = _teacher_calls(shape, device) if shape else _teacher(config, root)
     if as_json:
@@ -98,10 +104,10 @@ def _engine(engines: Path) -> dict[str, Any]:
     return figures(engines)
 
 
-def _sandboxes(config: Path | None) -> dict[str, Any]:
+def _sandboxes(config: Path | None, kills: int) -> dict[str, Any]:
     from pipeline.bench.sandboxes import figures, of_config
 
-    return figures(of_config(config))
+    return figures(of_config(config), owners=kills)
 
 
 def _rollout(config: Path, root: Path) -> dict[str, Any]:

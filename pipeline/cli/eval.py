@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +14,10 @@ from pipeline.cli.options import JsonOption, RunsDirOption
 
 if TYPE_CHECKING:
     from pipeline.config.schema import RunConfig
+    from pipeline.engines.base import Engine
     from pipeline.evaluation.plan import Plan
+    from pipeline.evaluation.summary import Played
+    from pipeline.fetcher.catalog import Catalog
     from pipeline.paths import RunPaths, SharedPaths
     from pipeline.service.models import Model
 
@@ -52,8 +57,9 @@ def evaluate(
     shared = SharedPaths(run_root(runs_dir))
     model, run = find_model(shared, target)
     config = _config(target, run, list(rest or []))
-    plan = make_plan(EvalRequest(), config, check_names(config))
-    found = asyncio.run(_play(config, model, plan, shared))
+    catalog = check_names(config)
+    plan = make_plan(EvalRequest(), config, catalog)
+    found = asyncio.run(_play(config, model, plan, catalog, shared))
     if as_json:
         echo_json(found)
     else:
@@ -95,7 +101,7 @@ def _config(target: str, run: RunPaths | None, rest: list[str]) -> RunConfig:
     return read_config(path, rest).config
 
 
-async def _play(config: RunConfig, model: Model, plan: Plan, shared: SharedPaths) -> dict[str, Any]:
+async def _play(config: RunConfig, model: Model, plan: Plan, catalog: Catalog, shared: SharedPaths) -> dict[str, Any]:
     from tqdm import tqdm
 
     from pipeline.engines.opening import open_student
@@ -106,17 +112,66 @@ async def _play(config: RunConfig, model: Model, plan: Plan, shared: SharedPaths
     from pipeline.evaluator.playing import play_here
 
     name = job_id(time.time())
-    engine = open_student(config, model.folder, None, model.version)
-    started = time.monotonic()
-    try:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(_closing(open_student(config, model.folder, None, model.version)))
+        teachers = await _teachers(config, plan, catalog, shared.cache, stack)
+        started = time.monotonic()
         with tqdm(total=plan.total, desc=f"eval {model.name}", unit="sample", leave=False, disable=None, delay=1) as bar:
-            renderer = ChatRenderer.load(model.folder)
-            played = await play_here(config, engine, renderer, plan.tasks, model.version, lambda _task, _sample: bar.update())
-    finally:
-        await engine.close()
-    seconds = time.monotonic() - started
+            played = await play_here(
+                config,
+                engine,
+                ChatRenderer.load(model.folder),
+                plan.tasks,
+                model.version,
+                lambda _task, _sample: bar.update(),
+                teachers=teachers,
+            )
+        seconds = time.monotonic() - started
     summary = summarise(name, played, k=plan.k, min_coverage=config.eval.min_coverage, version=model.version)
     summary |= {"model": str(model.folder), "seconds": round(seconds, 3), "samples_per_s": round(len(played) / seconds, 1)}
+    summary["imitation"] = await _imitation(config, model, played, catalog, shared.cache)
     folder = shared.evaluations / name
     details.write(folder, name, played, summary)
     return summary | {"artefacts": str(folder)}
+
+
+async def _teachers(config: RunConfig, plan: Plan, catalog: Catalog, cache: Path, stack: AsyncExitStack) -> dict[str, Engine]:
+    """By alias, of those that act in the evaluation and have a model."""
+    from pipeline.engines.opening import open_teacher
+    from pipeline.trainer.assets import teacher_folder
+
+    aliases = sorted({task.teacher for task in plan.tasks if task.teacher is not None})
+    found = {}
+    for alias in aliases:
+        if config.teachers[alias].has_engine():
+            opened = open_teacher(config, alias, teacher_folder(config, alias, catalog, cache))
+            found[alias] = await stack.enter_async_context(_closing(opened))
+    return found
+
+
+async def _imitation(
+    config: RunConfig, model: Model, played: list[Played], catalog: Catalog, cache: Path
+) -> dict[str, float | int] | None:
+    """Cross-entropy, nats a token, on what teachers said: of the student before any training, and of the model. None: they said
+    nothing."""
+    from pipeline.engines.opening import open_student
+    from pipeline.evaluation.imitation import imitation_loss, taught
+    from pipeline.records import TEACHER
+    from pipeline.trainer.assets import student_folder
+
+    samples = taught(played)
+    if not samples:
+        return None
+    found: dict[str, float | int] = {"tokens": sum(int((sample.executor == TEACHER).sum()) for sample in samples)}
+    for moment, folder, version in (("before", student_folder(config, catalog, cache), 0), ("after", model.folder, model.version)):
+        async with _closing(open_student(config, folder, None, version)) as engine:
+            found[moment] = await imitation_loss(engine, samples)
+    return found
+
+
+@asynccontextmanager
+async def _closing(engine: Engine) -> AsyncIterator[Engine]:
+    try:
+        yield engine
+    finally:
+        await engine.close()

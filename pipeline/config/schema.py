@@ -59,6 +59,8 @@ class RunConfig(Strict):
                 raise ValueError(f"teachers.{alias}.engine 'fixed_cost' cannot act: use torch or reference")
             if self.algorithm.mixes() and teacher.shots:
                 raise ValueError(f"teachers.{alias}.shots {teacher.shots}: a teacher that acts reads the student's own prompt")
+        if self.eval.beta and not self.algorithm.mixes():
+            raise ValueError(f"eval.beta {self.eval.beta:g}: no teacher acts under algorithm.name {self.algorithm.name!r}")
         return self
 
     @model_validator(mode="after")

@@ -119,7 +119,14 @@ def make_plan(request: EvalRequest, config: RunConfig, catalog: Catalog) -> Plan
         raise RequestRefused(409, "invalid_k", f"pass@{max(k)} needs at least as many samples: k <= n = {n}", "k")
     seed = config.run.seed if request.seed is None else request.seed % 2**63
     tasks = [
-        replace(task, samples=n, seed=seed, sampling=_sampling(task.sampling, request.sampling), needs=(), teacher=None)
+        replace(
+            task,
+            samples=n,
+            seed=seed,
+            sampling=_sampling(task.sampling, request.sampling),
+            needs=(),
+            teacher=task.teacher if config.eval.beta else None,
+        )
         for task in (*_named(request, catalog), *_inline(request, config, catalog))
     ]
     plan = Plan(tuple(replace(task, ordinal=ordinal) for ordinal, task in enumerate(tasks)), k)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from pipeline.agents.base import Renderer
@@ -28,13 +28,17 @@ async def play_here(
     on_sample: OnSample | None = None,
     done: Collection[tuple[int, int]] = (),
     *,
+    teachers: Mapping[str, Engine] | None = None,
     offload: Callable[..., Awaitable[Any]] = asyncio.to_thread,
 ) -> list[Played]:
-    """All samples of the tasks but those of `done`, by weight version `version`. One worker, on this machine's resources."""
+    """All samples of the tasks but those of `done`, by weight version `version`. One worker, on this machine's resources.
+
+    teachers: by alias, the engines of those that act in it (`eval.beta`).
+    """
     clock = asyncio.get_running_loop().time
     nodes = this_machine(config.run.ray).by_node()
     specs = specs_from_config(config)
-    worker = EvaluatorWorker(config, renderer, engine, specs, nodes[0].node, offload=offload)
+    worker = EvaluatorWorker(config, renderer, engine, specs, nodes[0].node, offload=offload, teachers=teachers)
     placement = PlacementPool(nodes, patience_s=config.rollout.admission_patience_s, clock=clock)
     workers = Workers([worker], placement, config.run.max_actor_restarts, clock)
     return await Evaluation(specs, placement, workers, config.rollout.retries).play(tasks, version, on_sample, done)

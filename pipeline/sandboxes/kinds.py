@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 
 from pipeline.config.stages import SandboxPart
 from pipeline.errors import ConfigError
@@ -34,17 +35,18 @@ def sandboxes_by_type(parts: Mapping[str, SandboxPart]) -> dict[str, Sandboxes]:
     made: dict[str, Sandboxes] = {}
     for task_types in shared.values():
         starts = min(parts[task_type].starts for task_type in task_types)
-        made |= dict.fromkeys(task_types, _open(parts[task_types[0]], starts))
+        made |= dict.fromkeys(task_types, open_sandboxes(parts[task_types[0]], starts))
     return made
 
 
-def _open(part: SandboxPart, starts: int) -> Sandboxes:
+def open_sandboxes(part: SandboxPart, starts: int, root: Path | None = None) -> Sandboxes:
+    """root: of the leases; None: the machine's."""
     if part.kind == "local":
-        return LocalSandboxes(starts)
+        return LocalSandboxes(starts, root)
     from pipeline.sandboxes.rex import DockerSandboxes, RemoteSandboxes
 
     if part.kind == "docker":
         assert part.image is not None
-        return DockerSandboxes(part.image, starts)
+        return DockerSandboxes(part.image, starts, root)
     assert part.url is not None and part.token_env is not None
-    return RemoteSandboxes(part.url, os.environ[part.token_env], starts)
+    return RemoteSandboxes(part.url, os.environ[part.token_env], starts, root)

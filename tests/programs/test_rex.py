@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline.bench.sandbox_kills import kills
+from pipeline.config.stages import SandboxPart
 from pipeline.errors import SandboxError
 from pipeline.sandboxes.base import ImageFolder, Limits
 from pipeline.sandboxes.leases import LABEL, reap
@@ -26,6 +28,7 @@ from pipeline.sandboxes.rex import DockerSandboxes, RemoteSandboxes
 STANDIN = Path(__file__).with_name("docker_standin.py")
 SMALL = Limits(memory_mb=256, processes=32, file_mb=8)
 START_S = 30.0
+KILLS = 3
 SECONDS = {"docker": "43431", "remote": "43432"}
 """That a command sleeps, by which it is known: other tests may run beside these."""
 KINDS = pytest.mark.parametrize("kind", ["docker", "remote"])
@@ -197,6 +200,17 @@ async def test_after_sigkill_of_the_owner_the_next_start_removes_everything(worl
     await owner.communicate()
     await world.open(kind).start()
     assert not sleeping(seconds) and not world.left()
+
+
+@KINDS
+def test_owners_that_are_killed_at_any_moment_leave_nothing(world: World, kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("REX_TOKEN", world.where["remote"][1])
+    where = {"image": world.image} if kind == "docker" else {"url": world.where["remote"][0], "token_env": "REX_TOKEN"}
+    found = kills(SandboxPart(kind=kind, **where), count=KILLS, start_s=0.5)
+    assert found["kills"] == KILLS and found["kills_begun"] > 0
+    left = {"folders", "processes", "mounts", "groups", "containers" if kind == "docker" else "there"}
+    assert {name: number for name, number in found.items() if name.startswith("left_")} == {f"left_{what}": 0 for what in left}
+    assert not world.left()
 
 
 async def test_a_container_is_limited_and_found_by_its_label(world: World):

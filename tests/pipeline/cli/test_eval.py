@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 
 from pipeline.engines.digests import model_digest
 from pipeline.fetcher.catalog import Catalog
@@ -76,6 +79,29 @@ def test_a_checkpoint_knows_its_run_and_another_model_needs_a_configuration(roll
     assert same["results"] == json.loads(rollout("eval", "r1", "eval.items=2", "--json", "--runs-dir", root)[1])["results"]
 
 
+def test_a_teacher_that_plays_is_what_the_model_is_measured_by(rollout, run, small, tmp_path):
+    data = yaml.safe_load(small.read_text())
+    data |= {"algorithm": {"name": "dagger"}, "teachers": {"key": {"engine": "reference"}}, "eval": {"items": 3, "beta": 1.0}}
+    small.write_text(yaml.safe_dump(data))
+    other = tmp_path / "other"
+    shutil.copytree(run.checkpoint(4), other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: 0 * values for name, values in weights.items()}, other / "model.safetensors", {"format": "pt"})
+
+    code, out, err = rollout("eval", other, small, "--json", "--runs-dir", tmp_path / "runs")
+    found = json.loads(out)
+    assert code == 0 and found["overall"]["solved"] == found["overall"]["total"] == 6, err
+    turns = (Path(found["artefacts"]) / f"{found['id']}.turns.jsonl").read_text().splitlines()
+    assert found["imitation"]["tokens"] == sum(json.loads(turn)["tokens"] for turn in turns) > 6
+    vocabulary = len(json.loads((other / "tokenizer.json").read_text())["model"]["vocab"])
+    assert found["imitation"]["after"] == pytest.approx(np.log(vocabulary), rel=0.02)
+    assert found["imitation"]["before"] != found["imitation"]["after"]
+    code, out, _ = rollout("eval", other, small, "--runs-dir", tmp_path / "runs")
+    assert code == 0 and f"{found['imitation']['before']:.3f} nats a token before any training" in out
+    code, out, _ = rollout("eval", other, small, "eval.beta=0", "--json", "--runs-dir", tmp_path / "runs")
+    assert code == 0 and json.loads(out)["imitation"] is None
+
+
 def test_what_cannot_be_evaluated_is_one_line(rollout, run, tmp_path):
     root = tmp_path / "runs"
     code, _, err = rollout("eval", "r2", "--runs-dir", root)
@@ -85,3 +111,5 @@ def test_what_cannot_be_evaluated_is_one_line(rollout, run, tmp_path):
     assert code == 2 and "has no complete checkpoint yet" in err and err.count("\n") == 1
     code, _, err = rollout("eval", "r1/checkpoints/step_000004", "eval.nn=2", "--runs-dir", root)
     assert code == 2 and "unknown key eval.nn; did you mean eval.n?" in err
+    code, _, err = rollout("eval", "r1/checkpoints/step_000004", "eval.beta=1", "--runs-dir", root)
+    assert code == 2 and "no teacher acts under algorithm.name 'grpo'" in err
