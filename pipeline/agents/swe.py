@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.agents.base import Episode, Trajectory
 from pipeline.agents.commands import NO_COMMAND, SUBMIT, Repeats, command_in, observation
 from pipeline.agents.repair import patch_of, remember, solves
-from pipeline.errors import SandboxError, VerifierError
+from pipeline.errors import PatchError, SandboxError
 from pipeline.fetcher.swe import Repair, repair_of
 from pipeline.sandboxes.base import Ran, Sandbox
 
@@ -26,7 +26,6 @@ class SweAgent:
     def __init__(self) -> None:
         self._repair: Repair | None = None
         self._sandbox: Sandbox | None = None
-        self._unpatched: VerifierError | None = None
 
     async def init(self, episode: Episode) -> None:
         self._repair = repair_of(episode.task)
@@ -36,20 +35,15 @@ class SweAgent:
     async def run(self, episode: Episode) -> Trajectory:
         trajectory = Trajectory()
         trajectory.finish_reason = await self._turns(episode, trajectory)
+        last: dict[str, Any] = trajectory.turns[-1] if trajectory.turns else {}
         try:
-            patch = await patch_of(self._opened())
-        except VerifierError as error:  # what was said is kept; what it is worth cannot be said
-            self._unpatched = error
-            return trajectory
-        trajectory.text = patch or ""
-        if trajectory.turns:
-            trajectory.turns[-1]["patch"] = patch
+            trajectory.text = last["patch"] = await patch_of(self._opened())
+        except PatchError as error:  # `remember` could: this is what was done since, and worth as much as no patch
+            last |= {"patch": None, "fault": str(error)}
         return trajectory
 
     async def verify(self, episode: Episode, trajectory: Trajectory) -> float | None:
         assert self._repair is not None
-        if self._unpatched is not None:
-            raise self._unpatched
         return float(await solves(episode.open_sandbox, self._repair, trajectory.text, episode.sandbox.command_timeout_s))
 
     async def cleanup(self, episode: Episode) -> None:
