@@ -6,6 +6,7 @@ The patched program runs in one process with its tests, so what it gives is judg
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import shlex
@@ -24,6 +25,8 @@ GIT = f'{_SETTINGS} git --git-dir="$PRIVATE/git" --work-tree=. -c core.fileMode=
 ATTRIBUTES = "* !text !eol !crlf !ident !filter !working-tree-encoding !diff"
 """Before those of the folder: files are taken as they are."""
 GIT_S = 60.0
+LEAST_S = 5.0
+"""For running tests again, whatever the first time took: a patch is not to choose that nobody knows what it is worth."""
 TEXT_BYTES = 2**20
 UNREADABLE = "\ufffd"
 """What stands in an output for bytes that are not UTF-8."""
@@ -43,25 +46,29 @@ async def remember(sandbox: Sandbox) -> None:
     _good(await sandbox.run(command, GIT_S, private=True), "the task's folder cannot be recorded")
 
 
-async def patch_of(sandbox: Sandbox) -> str:
-    """What was changed since `remember`, as a text: of files that are not UTF-8 it is git's binary patch. Raises PatchError.
+async def patch_of(sandbox: Sandbox, timeout_s: float) -> str:
+    """What was changed since `remember`, as a text: of files that are not UTF-8 it is git's binary patch. Raises PatchError, also
+    when it takes too long.
 
     What git could not read, what is no file, and repositories in the folder keep nobody from it.
     """
     readable = r"chmod -R u+rwX .; find . -mindepth 2 -name .git -prune -exec rm -rf {} +; find . \( -type p -o -type s \) -delete"
-    patch = await _difference(sandbox, f"{readable}; {GIT} add -A")
-    if UNREADABLE in patch:
-        patch = await _difference(sandbox, 'echo "* -diff" >> "$PRIVATE/git/info/attributes"')
-    return patch
+    added = await _difference(sandbox, f"{readable}; {GIT} add -A", timeout_s)
+    if UNREADABLE not in added.output:
+        return added.output
+    marked = 'echo "* -diff" >> "$PRIVATE/git/info/attributes"'
+    return (await _difference(sandbox, marked, timeout_s - added.seconds)).output
 
 
-async def _difference(sandbox: Sandbox, before: str) -> str:
+async def _difference(sandbox: Sandbox, before: str, timeout_s: float) -> Ran:
     """before: what is done first."""
     command = f'{before} && {GIT} diff --cached --binary --no-renames $(cat "$PRIVATE/tree")'
-    ran = await sandbox.run(command, GIT_S, private=True, output_bytes=TEXT_BYTES)
+    ran = await sandbox.run(command, timeout_s, private=True, output_bytes=TEXT_BYTES)
+    if ran.timed_out:
+        raise PatchError(f"no patch: it cannot be taken within {timeout_s:g} s")
     if ran.exit_code != 0 or ran.left_out:
         raise PatchError(f"no patch: {f'it is above {TEXT_BYTES} bytes' if ran.left_out else _last(ran)}")
-    return ran.output
+    return ran
 
 
 async def apply(sandbox: Sandbox, patch: str, but: Sequence[str] = ()) -> Ran:
@@ -83,13 +90,16 @@ async def solves(open_sandbox: OpenSandbox, repair: Repair, patch: str, timeout_
     """
     if not patch.strip():
         return False
+    clock = asyncio.get_running_loop().time
+    ends_at = clock() + timeout_s
     found = await _judge(open_sandbox, repair, patch, timeout_s)
     if not found.holds or not found.foreign:
         return found.holds
+    left_s = max(LEAST_S, ends_at - clock())
     known = await _judge(open_sandbox, repair, repair.patch, timeout_s)
     if not found.foreign <= known.foreign:
         return False
-    found = await _judge(open_sandbox, repair, patch, timeout_s, known.foreign)
+    found = await _judge(open_sandbox, repair, patch, left_s, known.foreign)
     return found.holds and not found.foreign
 
 
@@ -105,10 +115,13 @@ async def _judge(
             return failed
         tests = [*repair.fail_to_pass, *repair.pass_to_pass]
         seals, whole = await _seal(sandbox, tests, opened)
-        if (await run_tests(sandbox, repair, tests, timeout_s)).exit_code != 0:
+        ran = await run_tests(sandbox, repair, tests, timeout_s)
+        if ran.exit_code != 0:
             return failed
-        if not whole and (await run_tests(sandbox, repair, [tests[0] + ABSENT], timeout_s)).exit_code == 0:
-            return failed  # a runner that passes what is not there
+        if not whole:
+            absent = await run_tests(sandbox, repair, [tests[0] + ABSENT], max(LEAST_S, timeout_s - ran.seconds))
+            if absent.exit_code == 0 or absent.timed_out:
+                return failed  # a runner that passes what is not there
         said = await _read(sandbox, seals.said_in) if seals.places else ""
         return failed if said is None else seals.judge(said.splitlines())
     finally:
@@ -117,14 +130,16 @@ async def _judge(
 
 async def _seal(sandbox: Sandbox, tests: Sequence[str], opened: frozenset[int]) -> tuple[Seals, bool]:
     """In place. Returns whether all of the tests are sealed."""
-    asked: dict[str, dict[str, str]] = {}
-    """Path -> name of a test in that file -> its id."""
+    asked: dict[str, set[str]] = {}
+    """Path -> names of tests that may be in that file."""
     for test in tests:
         for path, name in _places(test):
-            asked.setdefault(path, {})[name] = test
-    looking = await sandbox.run(f"pwd; ls -d -- {shlex.join(asked)} 2>/dev/null || true", GIT_S, output_bytes=TEXT_BYTES)
+            asked.setdefault(path, set()).add(name)
+    named = "\0".join(asked).encode()
+    looking = await sandbox.run("pwd; xargs -0 ls -d -- 2>/dev/null || true", GIT_S, stdin=named, output_bytes=TEXT_BYTES)
     there = _good(looking, "the tests cannot be found").output.splitlines()
-    seals, sealed = Seals(f"{there[0]}/.{secrets.token_hex(8)}", opened), set()
+    seals = Seals(f"{there[0]}/.{secrets.token_hex(8)}", opened)
+    sealed: set[tuple[str, str]] = set()
     for path in there[1:]:
         source = await _read(sandbox, path)
         if source is None or path not in asked:
@@ -133,8 +148,8 @@ async def _seal(sandbox: Sandbox, tests: Sequence[str], opened: frozenset[int]) 
         if names:
             writing = await sandbox.run(f"cat > {shlex.quote(path)}", GIT_S, stdin=text.encode())
             _good(writing, f"{path} cannot be sealed")
-        sealed |= {asked[path][name] for name in names}
-    return seals, sealed >= set(tests)
+        sealed |= {(path, name) for name in names}
+    return seals, all(sealed.intersection(_places(test)) for test in tests)
 
 
 async def _read(sandbox: Sandbox, path: str) -> str | None:

@@ -13,13 +13,15 @@ import numpy as np
 
 from pipeline.agents.base import Episode, Trajectory
 from pipeline.agents.commands import NO_COMMAND, SUBMIT, Repeats, command_in, observation
-from pipeline.agents.repair import patch_of, remember, solves
+from pipeline.agents.repair import GIT_S, patch_of, remember, solves
 from pipeline.errors import PatchError, SandboxError
 from pipeline.fetcher.swe import Repair, repair_of
 from pipeline.sandboxes.base import Ran, Sandbox
 
 TIME_SHARE = 0.9
 """Of `max_seconds`: then the agent ends by itself, and what it has done is judged."""
+PATCH_SHARE = 0.08
+"""Of `max_seconds`: for the patch to be taken."""
 
 
 class SweAgent:
@@ -36,9 +38,10 @@ class SweAgent:
         trajectory = Trajectory()
         trajectory.finish_reason = await self._turns(episode, trajectory)
         last: dict[str, Any] = trajectory.turns[-1] if trajectory.turns else {}
+        limit_s = episode.task.stopping.max_seconds
         try:
-            trajectory.text = last["patch"] = await patch_of(self._opened())
-        except PatchError as error:  # `remember` could: this is what was done since, and worth as much as no patch
+            trajectory.text = last["patch"] = await patch_of(self._opened(), GIT_S if limit_s is None else PATCH_SHARE * limit_s)
+        except PatchError as error:  # it is what was done since `remember`, and worth as much as no patch
             last |= {"patch": None, "fault": str(error)}
         return trajectory
 
