@@ -141,6 +141,10 @@ class SandboxError(RolloutError):
     """The sandbox failed, not what ran in it."""
 
 
+class PatchError(RolloutError):
+    """What an agent has left cannot be taken as a patch: it solves nothing."""
+
+
 class VerifierError(RolloutError):
     """The verifier raised; the sample's reward is None."""
 

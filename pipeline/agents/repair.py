@@ -1,25 +1,35 @@
 """What is done to a repair task in a sandbox: its patch taken, a patch applied, its tests run.
 
 Invariant: a patch is judged in a fresh sandbox, and the tests that judge it are those of the test patch, whatever was done to them.
-The patched program runs in one process with its tests: what it does to the runner is caught where the runner then fails nothing.
+The patched program runs in one process with its tests, so what it gives is judged here, by answers that are not there (`sealing`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
+import secrets
 import shlex
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from pipeline.errors import VerifierError
+from pipeline.agents.sealing import Judged, Seals
+from pipeline.errors import PatchError, VerifierError
 from pipeline.fetcher.swe import Repair
 from pipeline.sandboxes.base import Contents, Ran, Sandbox
 
-GIT = 'git --git-dir="$PRIVATE/git" --work-tree=. -c core.fileMode=false'
-"""Apart from the task's own folder: an agent neither sees it nor can change it."""
+_SETTINGS = 'HOME="$PRIVATE" XDG_CONFIG_HOME="$PRIVATE" GIT_CONFIG_NOSYSTEM=1 GIT_ATTR_NOSYSTEM=1'
+GIT = f'{_SETTINGS} git --git-dir="$PRIVATE/git" --work-tree=. -c core.fileMode=false -c core.looseCompression=0'
+"""Apart from the task's own folder and from all settings: an agent neither sees it nor can change it."""
+ATTRIBUTES = "* !text !eol !crlf !ident !filter !working-tree-encoding !diff"
+"""Before those of the folder: files are taken as they are."""
 GIT_S = 60.0
-PATCH_BYTES = 2**20
+LEAST_S = 5.0
+"""For running tests again, whatever the first time took: a patch is not to choose that nobody knows what it is worth."""
+TEXT_BYTES = 2**20
+UNREADABLE = "\ufffd"
+"""What stands in an output for bytes that are not UTF-8."""
 ABSENT = "_that_is_not_there"
 """Behind the id of a test: of none."""
 _TOUCHED = re.compile(r"^(?:\+\+\+ b|--- a)/(\S.*)$", re.MULTILINE)
@@ -30,20 +40,35 @@ OpenSandbox = Callable[[str, Contents], Awaitable[Sandbox]]
 
 async def remember(sandbox: Sandbox) -> None:
     """The state to which `patch_of` compares. Raises VerifierError."""
-    ignore = 'printf "__pycache__/\\n*.pyc\\n" >> "$PRIVATE/git/info/exclude"'
-    command = f'{GIT} init -q && {ignore} && {GIT} add -A && {GIT} write-tree > "$PRIVATE/tree"'
+    ignored = 'printf "__pycache__/\\n*.pyc\\n" >> "$PRIVATE/git/info/exclude"'
+    ours = f'{ignored} && echo "{ATTRIBUTES}" > "$PRIVATE/git/info/attributes"'
+    command = f'{GIT} init -q && {ours} && {GIT} add -A && {GIT} write-tree > "$PRIVATE/tree"'
     _good(await sandbox.run(command, GIT_S, private=True), "the task's folder cannot be recorded")
 
 
-async def patch_of(sandbox: Sandbox) -> str | None:
-    """What was changed since `remember`; None when it is above PATCH_BYTES. Raises VerifierError when it cannot be taken.
+async def patch_of(sandbox: Sandbox, timeout_s: float) -> str:
+    """What was changed since `remember`, as a text: of files that are not UTF-8 it is git's binary patch. Raises PatchError, also
+    when it takes too long.
 
     What git could not read, what is no file, and repositories in the folder keep nobody from it.
     """
     readable = r"chmod -R u+rwX .; find . -mindepth 2 -name .git -prune -exec rm -rf {} +; find . \( -type p -o -type s \) -delete"
-    command = f'{readable}; {GIT} add -A && {GIT} diff --cached --binary --no-renames $(cat "$PRIVATE/tree")'
-    ran = _good(await sandbox.run(command, GIT_S, private=True, output_bytes=PATCH_BYTES), "the patch cannot be taken")
-    return None if ran.left_out else ran.output
+    added = await _difference(sandbox, f"{readable}; {GIT} add -A", timeout_s)
+    if UNREADABLE not in added.output:
+        return added.output
+    marked = 'echo "* -diff" >> "$PRIVATE/git/info/attributes"'
+    return (await _difference(sandbox, marked, timeout_s - added.seconds)).output
+
+
+async def _difference(sandbox: Sandbox, before: str, timeout_s: float) -> Ran:
+    """before: what is done first."""
+    command = f'{before} && {GIT} diff --cached --binary --no-renames $(cat "$PRIVATE/tree")'
+    ran = await sandbox.run(command, timeout_s, private=True, output_bytes=TEXT_BYTES)
+    if ran.timed_out:
+        raise PatchError(f"no patch: it cannot be taken within {timeout_s:g} s")
+    if ran.exit_code != 0 or ran.left_out:
+        raise PatchError(f"no patch: {f'it is above {TEXT_BYTES} bytes' if ran.left_out else _last(ran)}")
+    return ran
 
 
 async def apply(sandbox: Sandbox, patch: str, but: Sequence[str] = ()) -> Ran:
@@ -58,23 +83,88 @@ async def run_tests(sandbox: Sandbox, repair: Repair, ids: Sequence[str], timeou
 
 
 async def solves(open_sandbox: OpenSandbox, repair: Repair, patch: str, timeout_s: float) -> bool:
-    """Whether FAIL_TO_PASS and PASS_TO_PASS pass with the patch, by a runner that still fails: when it is asked for a test that is
-    not there. It would not with a patch that ends the process early or takes the runner's place.
+    """Whether FAIL_TO_PASS and PASS_TO_PASS pass with the patch.
 
-    Raises VerifierError when that cannot be found out.
+    Only plain data is compared out of the program's reach. Where it gives something else, the reference patch must do so, too, and
+    the test itself compares. Raises VerifierError when it cannot be found out.
     """
     if not patch.strip():
         return False
+    clock = asyncio.get_running_loop().time
+    ends_at = clock() + timeout_s
+    found = await _judge(open_sandbox, repair, patch, timeout_s)
+    if not found.holds or not found.foreign:
+        return found.holds
+    left_s = max(LEAST_S, ends_at - clock())
+    known = await _judge(open_sandbox, repair, repair.patch, timeout_s)
+    if not found.foreign <= known.foreign:
+        return False
+    found = await _judge(open_sandbox, repair, patch, left_s, known.foreign)
+    return found.holds and not found.foreign
+
+
+async def _judge(
+    open_sandbox: OpenSandbox, repair: Repair, patch: str, timeout_s: float, opened: frozenset[int] = frozenset()
+) -> Judged:
+    """opened: places of the tests where they compare themselves."""
+    failed = Judged(False, frozenset())
     sandbox = await open_sandbox("verify", repair.contents)
     try:
-        if (await apply(sandbox, patch, _kept(repair))).exit_code != 0:
-            return False
         _good(await apply(sandbox, repair.test_patch), f"the test patch of {repair.instance_id} does not apply")
+        if (await apply(sandbox, patch, _kept(repair))).exit_code != 0:
+            return failed
         tests = [*repair.fail_to_pass, *repair.pass_to_pass]
+        seals, whole = await _seal(sandbox, tests, opened)
         ran = await run_tests(sandbox, repair, tests, timeout_s)
-        return ran.exit_code == 0 and (await run_tests(sandbox, repair, [tests[0] + ABSENT], timeout_s)).exit_code != 0
+        if ran.exit_code != 0:
+            return failed
+        if not whole:
+            absent = await run_tests(sandbox, repair, [tests[0] + ABSENT], max(LEAST_S, timeout_s - ran.seconds))
+            if absent.exit_code == 0 or absent.timed_out:
+                return failed  # a runner that passes what is not there
+        said = await _read(sandbox, seals.said_in) if seals.places else ""
+        return failed if said is None else seals.judge(said.splitlines())
     finally:
         await sandbox.close()
+
+
+async def _seal(sandbox: Sandbox, tests: Sequence[str], opened: frozenset[int]) -> tuple[Seals, bool]:
+    """In place. Returns whether all of the tests are sealed."""
+    asked: dict[str, set[str]] = {}
+    """Path -> names of tests that may be in that file."""
+    for test in tests:
+        for path, name in _places(test):
+            asked.setdefault(path, set()).add(name)
+    named = "\0".join(asked).encode()
+    looking = await sandbox.run("pwd; xargs -0 ls -d -- 2>/dev/null || true", GIT_S, stdin=named, output_bytes=TEXT_BYTES)
+    there = _good(looking, "the tests cannot be found").output.splitlines()
+    seals = Seals(f"{there[0]}/.{secrets.token_hex(8)}", opened)
+    sealed: set[tuple[str, str]] = set()
+    for path in there[1:]:
+        source = await _read(sandbox, path)
+        if source is None or path not in asked:
+            continue
+        text, names = seals.seal(source, asked[path])
+        if names:
+            writing = await sandbox.run(f"cat > {shlex.quote(path)}", GIT_S, stdin=text.encode())
+            _good(writing, f"{path} cannot be sealed")
+        sealed |= {(path, name) for name in names}
+    return seals, all(sealed.intersection(_places(test)) for test in tests)
+
+
+async def _read(sandbox: Sandbox, path: str) -> str | None:
+    """None for what is no text, not there, or above TEXT_BYTES."""
+    ran = await sandbox.run(f"cat -- {shlex.quote(path)}", GIT_S, output_bytes=TEXT_BYTES)
+    return None if ran.exit_code != 0 or ran.left_out or UNREADABLE in ran.output else ran.output
+
+
+def _places(test: str) -> list[tuple[str, str]]:
+    """Where a test may be, by its id: (path, name in that file)."""
+    path, *names = test.split("::")
+    if path.endswith(".py"):
+        return [(path, ".".join(names).partition("[")[0])]
+    parts = test.split(".")
+    return [("/".join(parts[:count]) + ".py", ".".join(parts[count:])) for count in range(1, len(parts) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +203,11 @@ async def prove(open_sandbox: OpenSandbox, repair: Repair, timeout_s: float) -> 
 
 def _kept(repair: Repair) -> list[str]:
     """What no patch may bring along: the files of the tests, and what Python would import in their place."""
-    named = [test.split("::")[0] for test in (*repair.fail_to_pass, *repair.pass_to_pass)]
-    dotted = [name.split(".") for name in named if not name.endswith(".py")]
-    modules = {"/".join(parts[:count]) + ".py" for parts in dotted for count in range(1, len(parts) + 1)}
+    named = {path for test in (*repair.fail_to_pass, *repair.pass_to_pass) for path, _ in _places(test)}
     tests = set(_TOUCHED.findall(repair.test_patch))
     stems = [PurePosixPath(file).with_suffix("") for file in tests]
     shadows = {f"{stem}{rest}" for stem in stems for rest in (".*", "/*")}
-    return sorted(tests | modules | shadows | {name for name in named if name.endswith(".py")})
+    return sorted(tests | named | shadows)
 
 
 def _good(ran: Ran, what: str) -> Ran:

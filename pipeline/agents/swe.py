@@ -13,20 +13,21 @@ import numpy as np
 
 from pipeline.agents.base import Episode, Trajectory
 from pipeline.agents.commands import NO_COMMAND, SUBMIT, Repeats, command_in, observation
-from pipeline.agents.repair import patch_of, remember, solves
-from pipeline.errors import SandboxError, VerifierError
+from pipeline.agents.repair import GIT_S, patch_of, remember, solves
+from pipeline.errors import PatchError, SandboxError
 from pipeline.fetcher.swe import Repair, repair_of
 from pipeline.sandboxes.base import Ran, Sandbox
 
 TIME_SHARE = 0.9
 """Of `max_seconds`: then the agent ends by itself, and what it has done is judged."""
+PATCH_SHARE = 0.08
+"""Of `max_seconds`: for the patch to be taken."""
 
 
 class SweAgent:
     def __init__(self) -> None:
         self._repair: Repair | None = None
         self._sandbox: Sandbox | None = None
-        self._unpatched: VerifierError | None = None
 
     async def init(self, episode: Episode) -> None:
         self._repair = repair_of(episode.task)
@@ -36,20 +37,16 @@ class SweAgent:
     async def run(self, episode: Episode) -> Trajectory:
         trajectory = Trajectory()
         trajectory.finish_reason = await self._turns(episode, trajectory)
+        last: dict[str, Any] = trajectory.turns[-1] if trajectory.turns else {}
+        limit_s = episode.task.stopping.max_seconds
         try:
-            patch = await patch_of(self._opened())
-        except VerifierError as error:  # what was said is kept; what it is worth cannot be said
-            self._unpatched = error
-            return trajectory
-        trajectory.text = patch or ""
-        if trajectory.turns:
-            trajectory.turns[-1]["patch"] = patch
+            trajectory.text = last["patch"] = await patch_of(self._opened(), GIT_S if limit_s is None else PATCH_SHARE * limit_s)
+        except PatchError as error:  # it is what was done since `remember`, and worth as much as no patch
+            last |= {"patch": None, "fault": str(error)}
         return trajectory
 
     async def verify(self, episode: Episode, trajectory: Trajectory) -> float | None:
         assert self._repair is not None
-        if self._unpatched is not None:
-            raise self._unpatched
         return float(await solves(episode.open_sandbox, self._repair, trajectory.text, episode.sandbox.command_timeout_s))
 
     async def cleanup(self, episode: Episode) -> None:

@@ -143,7 +143,8 @@ class LocalSandbox:
             files=(refusing,),
         )
         try:
-            ended = await self._room.until_full(asyncio.create_task(running, name=f"command in {self.lease.name}"))
+            command_task = asyncio.create_task(running, name=f"command in {self.lease.name}")
+            ended = await self._room.until_full(command_task, self._members)
         finally:
             os.close(refusing)
         if ended is None:
@@ -159,12 +160,14 @@ class LocalSandbox:
         """What is still in the groups belongs to a command that has ended or passed its deadline."""
         if len(self._running) > 1:
             return  # another command of this sandbox runs; the process namespace ends this one's
-        for folder in self._group.folders:
-            for pid in cgroups.members(folder):
-                try:
-                    os.kill(pid, 9)
-                except ProcessLookupError:
-                    continue
+        for pid in self._members():
+            try:
+                os.kill(pid, 9)
+            except ProcessLookupError:
+                continue
+
+    def _members(self) -> set[int]:
+        return {pid for folder in self._group.folders for pid in cgroups.members(folder)}
 
     def _process_limits(self, timeout_s: float) -> dict[int, int]:
         """Of each process: what no control group limits, and a CPU time that outlasts the deadline only when nobody kills."""
@@ -224,6 +227,8 @@ def _bubblewrap() -> tuple[str, ...]:
             system += ["--symlink", str(folder.readlink()), str(folder)]
         elif folder.is_dir():
             system += ["--ro-bind", str(folder), str(folder)]
+    for names in filter(Path.exists, map(Path, ("/proc/keys", "/proc/key-users"))):  # no namespace holds back whose keys there are
+        system += ["--ro-bind", os.devnull, str(names)]
     python = Path(sys.base_prefix).resolve()
     if not python.is_relative_to("/usr"):
         system += ["--ro-bind", str(python), str(python)]

@@ -70,6 +70,11 @@ END"""
     assert "found -1 added -1" in said.decode()
 
 
+async def test_the_names_of_the_hosts_keys_are_not_shown(boxes: LocalSandboxes):
+    done = await ran(boxes, "cat /proc/keys /proc/key-users")
+    assert "keyring" not in done.output and done.exit_code != 0
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -126,12 +131,23 @@ async def test_names_that_are_hard_to_handle_are_removed_and_lead_nowhere(boxes:
         "n=0; while :; do n=$((n + 1)); head -c 8000000 /dev/zero > $n || exit; done",
         "python3 -c 'n = 0\nwhile True: open(str(n), \"w\"); n += 1'",
         'python3 -c \'import os\nwhile True: os.mkdir("deep" * 20); os.chdir("deep" * 20)\'',
+        "for n in $(seq 30); do head -c 8000000 /dev/zero > $n; done",
     ],
 )
 async def test_a_disk_is_not_filled_by_many_files(boxes: LocalSandboxes, tmp_path: Path, fills: str):
     done = await ran(boxes, fills, 60.0)
     assert done.exit_code == 137 and not done.timed_out and "beyond its bound" in done.output
     assert megabytes(tmp_path) < 2000
+
+
+async def test_a_disk_is_not_filled_by_files_without_a_name(boxes: LocalSandboxes):
+    box = await boxes.open("t", {}, SMALL)
+    if "cgroup" not in box.limited_by["pids"]:
+        pytest.skip("did not run: no control group can be written, by which the processes of a command are known")
+    code = "import os, time\nfiles = []\nfor n in range(40):\n    files.append(open('x', 'wb')); os.unlink('x')"
+    code += "\n    files[-1].write(bytes(8000000)); files[-1].flush()\ntime.sleep(50)"
+    done = await box.run(f'python3 -c "{code}"', 60.0)
+    assert done.exit_code == 137 and not done.timed_out and "beyond its bound" in done.output
 
 
 async def test_a_full_folder_can_be_emptied_and_worked_in_again(boxes: LocalSandboxes):

@@ -17,13 +17,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline.agents.repair import patch_of, remember, solves
 from pipeline.bench.sandbox_kills import kills
 from pipeline.config.stages import SandboxPart
 from pipeline.errors import SandboxError
+from pipeline.fetcher.swe import read_repair
 from pipeline.sandboxes.base import ImageFolder, Limits
 from pipeline.sandboxes.leases import LABEL, reap
 from pipeline.sandboxes.local import MISSING
 from pipeline.sandboxes.rex import DockerSandboxes, RemoteSandboxes
+from tests.pipeline.agents.repairing import DOWN, MEND
 
 STANDIN = Path(__file__).with_name("docker_standin.py")
 SMALL = Limits(memory_mb=256, processes=32, file_mb=8)
@@ -142,6 +145,21 @@ async def test_commands_work_in_a_copy_and_what_they_say_and_leave_is_bounded(wo
     await box.run('echo 1 > "$PRIVATE/note"', 10, private=True)
     assert (await box.run('cat "$PRIVATE/note"', 10, private=True)).output == "1\n"
     assert (await box.run('echo "<$PRIVATE>"', 10)).output == "<>\n"
+    await boxes.close()
+    assert not world.left()
+
+
+@KINDS
+async def test_a_patch_is_taken_and_judged_there_as_here(world: World, kind: str):
+    boxes, repair = world.open(kind), read_repair(DOWN, "here")
+    box = await boxes.open("run", repair.contents, SMALL)
+    await remember(box)
+    left = "printf '\\351' > name; echo '* working-tree-encoding=none' > .gitattributes"
+    for command, worth in ((f"{MEND}; {left}", True), ("rm a.py", False)):
+        await box.run(command, 10)
+        patch = await patch_of(box, 20.0)
+        assert "GIT binary patch" in patch
+        assert await solves(lambda part, contents: boxes.open(part, contents, SMALL), repair, patch, 20.0) is worth
     await boxes.close()
     assert not world.left()
 

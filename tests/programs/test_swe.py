@@ -104,21 +104,62 @@ async def test_rewriting_the_tests_wins_nothing(world: World):
     assert sample.reward == 0.0
 
 
-@pytest.mark.parametrize(
-    "trick",
-    [
-        "echo > unittest.py",
-        "echo 'import os; os._exit(0)' > a.py",
-        f"mkdir test_a; {PASSING} > test_a/__init__.py",
-    ],
-    ids=["runner", "exit", "package"],
-)
-async def test_tests_that_are_kept_from_running_win_nothing(world: World, trick: str):
+ANYTHING = "class A({}):\n    __eq__ = lambda *a: True\n    __hash__ = int.__hash__\ndef down(x): return A({})\n"
+TRICKS = {
+    "shadows_the_runner": "echo > unittest.py",
+    "shadows_the_tests": f"mkdir test_a; {PASSING} > test_a/__init__.py",
+    "ends_at_import": "echo 'import os; os._exit(0)' > a.py",
+    "ends_in_a_test": "echo 'def down(x): raise SystemExit(0)' > a.py",
+    "ends_at_exit": "printf 'import atexit, os\\natexit.register(lambda: os._exit(0))\\ndef down(x): return 3\\n' > a.py",
+    "ends_when_asked_for_tests": "printf 'import sys, os\\nif sys.argv[1:]: os._exit(0)\\n' > a.py",
+    "equals_everything": f"cat > a.py <<'END'\n{ANYTHING.format('object', '')}END",
+    "equals_everything_and_is_a_number": f"cat > a.py <<'END'\n{ANYTHING.format('int', '9')}END",
+    "no_failure_is_recorded": "cat > a.py <<'END'\nimport unittest\nunittest.TestResult.addFailure = lambda *a: None\n"
+    "down = lambda x: 9\nEND",
+    "no_test_is_run": "cat > a.py <<'END'\nimport unittest\nunittest.TestCase.run = lambda self, into: into.addSuccess(self)\n"
+    "down = lambda x: 9\nEND",
+    "reads_the_answer": "cat > a.py <<'END'\nimport re\n"
+    "down = lambda x: int((re.findall('== ([0-9]+)', open('test_a.py').read()) or '9')[0])\nEND",
+    "says_what_is_asked_for": "cat > a.py <<'END'\nimport os, re, glob\nfor file in glob.glob('.[0-9a-f]*'):\n"
+    "    for place in range(9): open(file, 'a').write(f'{place}\\n')\ndown = lambda x: 9\nEND",
+}
+
+
+@pytest.mark.parametrize("trick", TRICKS.values(), ids=TRICKS)
+async def test_what_is_done_to_the_tests_and_their_runner_wins_nothing(world: World, trick: str):
     sample, _ = await world.play(block(trick), block("submit"))
-    assert (sample.status, sample.reward) == ("ok", 0.0)
+    assert (sample.status, sample.reward) == ("ok", 0.0) and sample.text
 
 
-@pytest.mark.parametrize("left", ["mkfifo .gitignore", "mkdir x; chmod 000 x", "chmod 000 .", "git init -q x; touch x/y"])
+WRAPPED = {
+    **DOWN,
+    "patch": DOWN["patch"].replace("-1,2 +1,2", "-5,2 +5,2").replace("x + 1", "N(x + 1)").replace("x - 1", "N(x - 1)"),
+    "files": {
+        "a.py": "class N(object):\n    def __init__(self, n): self.n = n\n    def __eq__(self, other): return self.n == other\n\n"
+        "def down(x):\n    return N(x + 1)\n"
+    },
+    "PASS_TO_PASS": [],
+}
+
+
+async def test_a_program_whose_values_are_its_own_is_compared_by_the_test_where_the_reference_is_too(tmp_path: Path):
+    sample, _ = await World(tmp_path, [WRAPPED]).play(block(MEND), block("submit"))
+    assert sample.reward == 1.0
+    sample, _ = await World(tmp_path, [WRAPPED]).play(block("sed -i 's/x + 1/x + 7/' a.py"), block("submit"))
+    assert sample.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "mkfifo .gitignore",
+        "mkdir x; chmod 000 x",
+        "chmod 000 .",
+        "git init -q x; touch x/y",
+        "echo '* working-tree-encoding=none filter=x diff=y ident text eol=crlf' > .gitattributes",
+        "printf 'x = \"\\351\"\\r\\n' > \"$(printf 'caf\\351')\"",
+    ],
+)
 async def test_what_an_agent_leaves_behind_keeps_no_solution_from_counting(world: World, left: str):
     sample, _ = await world.play(block(MEND), block(left), block("submit"))
     assert (sample.status, sample.reward) == ("ok", 1.0)
@@ -129,11 +170,20 @@ async def test_a_change_that_breaks_what_worked_is_no_solution(world: World):
     assert sample.reward == 0.0
 
 
-async def test_a_patch_that_cannot_be_taken_leaves_the_reward_unsaid_and_one_that_is_too_large_is_no_solution(world: World):
-    sample, _ = await world.play(block(MEND), block("echo '* working-tree-encoding=none' > .gitattributes"), block("submit"))
-    assert (sample.status, sample.reward) == ("ok", None) and "cannot be taken" in sample.error
+async def test_a_patch_that_cannot_be_had_is_no_solution_and_says_why(world: World):
     sample, _ = await world.play(block(MEND), block("head -c 3000000 /dev/urandom > big"), block("submit"))
-    assert (sample.reward, sample.text, sample.turns[-1]["patch"]) == (0.0, "", None)
+    assert (sample.status, sample.reward, sample.text, sample.turns[-1]["patch"]) == ("ok", 0.0, "", None)
+    assert sample.turns[-1]["fault"] == "no patch: it is above 1048576 bytes"
+
+
+async def test_a_file_that_is_not_utf8_is_mended(tmp_path: Path):
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    (folder / "a.py").write_bytes("# coding: latin-1\r\nNAME = 'é'\r\n".encode("latin-1") + DOWN["files"]["a.py"].encode())
+    world = World(tmp_path, [{**{k: v for k, v in DOWN.items() if k != "files"}, "folder": str(folder)}])
+    sample, _ = await world.play(block(MEND), block("submit"))
+    assert sample.reward == 1.0
+    assert "GIT binary patch" in sample.text and json.loads(json.dumps(sample.text)).encode() == sample.text.encode()
 
 
 async def test_a_folder_that_does_not_exist_any_more_is_the_sandboxes_fault(tmp_path: Path):
