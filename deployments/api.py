@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
 
 from deployments.gate import PAGE_PARTS, Gate, GateRules
 from deployments.metrics import ServiceMetrics
@@ -24,7 +25,6 @@ from pipeline.evaluation.store import ARTEFACTS
 from pipeline.service.faults import FaultReply, Refusal, invalid
 from pipeline.service.front import Backend, Front
 from pipeline.service.openai import ChatRequest, CompletionRequest, Reply
-from pipeline.service.replies import chunks
 from pipeline.service.runs import RunRequest, Runs
 
 DASHBOARD = Path(__file__).with_name("dashboard")
@@ -155,24 +155,39 @@ def _models(api: APIRouter, front: Front) -> None:
     @api.post("/v1/completions", tags=["models"], response_model=Reply, responses=STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Any:
         """Complete a text or token ids."""
-        return _answer(await front.complete(body, request.state.request_id), body)
+        return await _answer(front, body, request.state.request_id)
 
     @api.post("/v1/chat/completions", tags=["models"], response_model=Reply, responses=STREAMED)
     async def chat(body: ChatRequest, request: Request) -> Any:
         """Answer messages, by the model's own chat template."""
-        return _answer(await front.chat(body, request.state.request_id), body)
+        return await _answer(front, body, request.state.request_id)
 
 
-def _answer(reply: dict[str, Any], body: CompletionRequest | ChatRequest) -> Response:
+async def _answer(front: Front, body: CompletionRequest | ChatRequest, request_id: str) -> Response:
     if not body.stream:
-        return JSONResponse(reply)
-    usage = body.stream_options is not None and body.stream_options.include_usage
-    return StreamingResponse(_each(chunks(reply, usage)), media_type="text/event-stream")
+        return JSONResponse(await front.complete(body, request_id))
+    events = front.stream(body, request_id)
+    first = await anext(events)  # what cannot be answered is refused by its status
+    return _Stream(first, events)
 
 
-async def _each(parts: Any) -> AsyncIterator[str]:
-    for part in parts:
-        yield part
+class _Stream(StreamingResponse):
+    """Closes what it sends, also when its client has gone."""
+
+    def __init__(self, first: str, rest: AsyncGenerator[str]) -> None:
+        self._first, self._rest = first, rest
+        super().__init__(self._events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+    async def _events(self) -> AsyncIterator[str]:
+        yield self._first
+        async for events in self._rest:
+            yield events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._rest.aclose()
 
 
 def _evaluations(api: APIRouter, evaluating: Evaluating, folder: Path) -> None:

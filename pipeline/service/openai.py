@@ -53,7 +53,7 @@ class _Request(BaseModel):
     stop: str | list[str] | None = Field(None)
     """The text ends before the first of these."""
     stream: bool = False
-    """Server-sent events; a choice is one chunk."""
+    """Server-sent events: each token when it is made, if the engine is `torch` or `scripted`; else a choice is one chunk."""
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     """Also `prompt_token_ids` and the `token_ids` of each choice."""

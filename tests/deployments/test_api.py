@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -196,7 +197,85 @@ async def test_a_stream_says_what_the_whole_reply_says(here):
             said[choice["index"]] += choice["delta"].get("content", "")
     assert said == ["cba", "cba"] and chunks[-1]["choices"] == [] and chunks[-1]["usage"]["total_tokens"] > 0
     response = await here.post("/v1/completions", prompt="abc", stream=True)
-    assert [json.loads(event["data"])["choices"][0]["text"] for event in events_of(response.text)[:-1]] == ["cba"]
+    assert [json.loads(event["data"])["choices"][0]["text"] for event in events_of(response.text)[:-1]] == ["c", "b", "a", ""]
+
+
+def joined(text: str) -> dict[str, Any]:
+    """The chunks of a stream of text completions, as the reply that they make up."""
+    *events, done = events_of(text)
+    *chunks, last = [json.loads(event["data"]) for event in events]
+    assert done["data"] == "[DONE]" and last["choices"] == [] and all(chunk["usage"] is None for chunk in chunks)
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        (part,) = chunk["choices"]
+        choice = choices.setdefault(part["index"], {"index": part["index"], "text": "", "finish_reason": None})
+        assert choice["finish_reason"] is None, "nothing comes behind the end"
+        choice |= {"text": choice["text"] + part["text"], "finish_reason": part["finish_reason"]}
+        for key in ("prompt_token_ids", "token_ids"):
+            choice[key] = choice.get(key, []) + part[key]
+        for key, values in (part["logprobs"] or {}).items():
+            choice.setdefault("logprobs", {}).setdefault(key, []).extend(values)
+    head = {key: last[key] for key in ("object", "created", "model", "system_fingerprint")}
+    return head | {"choices": [choices[index] for index in sorted(choices)], "usage": last["usage"]}
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("echo", [True, False])
+async def test_the_chunks_of_a_stream_make_up_the_whole_reply(here, streams, echo):
+    here.backend.engine.streams = streams
+    body = {"prompt": ["abc", "de"], "n": 2, "logprobs": 2, "echo": echo, "return_token_ids": True, "stop": ["a"], "max_tokens": 5}
+    whole = (await here.post("/v1/completions", **body)).json()
+    streamed = joined((await here.post("/v1/completions", **body, stream=True, stream_options={"include_usage": True})).text)
+    assert streamed == {key: whole[key] for key in streamed}
+
+
+async def test_tokens_are_told_as_they_are_made_and_a_client_that_goes_frees_the_engine(here):
+    engine = here.backend.engine
+    engine.said = asyncio.Semaphore(1)
+    body = {"messages": [{"role": "user", "content": "abc"}], "n": 2, "stream": True}
+    async with listening(here.api) as url, httpx.AsyncClient(base_url=url) as client:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.aiter_lines()
+            deltas = []
+            async for line in lines:
+                deltas += [json.loads(line[6:])["choices"][0]] if line.startswith("data: ") else []
+                if len(deltas) == 2:
+                    break
+            assert [(each["index"], each["delta"]) for each in deltas] == [
+                (0, {"role": "assistant", "content": ""}), (1, {"role": "assistant", "content": ""})
+            ]  # fmt: skip
+            engine.said.release()
+            async for line in lines:
+                deltas += [json.loads(line[6:])["choices"][0]] if line.startswith("data: ") else []
+                if len(deltas) == 4:
+                    break
+            assert [(each["index"], each["delta"]["content"]) for each in deltas[2:]] == [(0, "c"), (1, "c")]
+            assert engine.streaming == 1
+        async with asyncio.timeout(5.0):
+            while engine.streaming:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_stream_that_fails_says_so_in_its_last_event(here):
+    here.backend.engine.breaks = [EngineError("the weights are broken")]
+    response = await here.post("/v1/completions", prompt="abc", stream=True)
+    *_, last = [json.loads(event["data"]) for event in events_of(response.text)]
+    assert last["error"]["code"] == "engine_error" and last["error"]["request_id"] == response.headers["x-request-id"]
+    here.backend.fault = EngineUnavailable("gone")
+    assert error_of(await here.post("/v1/completions", prompt="abc", stream=True), 503)["code"] == "engine_unavailable"
+
+
+async def test_a_stream_has_a_deadline_and_counts_while_it_lasts(tmp_path):
+    async with world(tmp_path, max_in_flight=1, deadline_s=0.3) as here:
+        here.backend.engine.said = asyncio.Semaphore(2)
+        asked = asyncio.create_task(here.post("/v1/completions", prompt="abc", stream=True))
+        async with asyncio.timeout(5.0):
+            while not here.backend.engine.streaming:
+                await asyncio.sleep(0.01)
+        assert error_of(await here.post("/v1/completions", prompt="a"), 429)["code"] == "too_many_requests"
+        *_, last = [json.loads(event["data"]) for event in events_of((await asked).text)]
+        assert last["error"]["code"] == "deadline" and here.backend.engine.streaming == 0
+        assert (await here.post("/v1/completions", prompt="a")).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -151,8 +151,30 @@ def test_the_official_client_completes(official):
     assert [choice.text for choice in again.choices] == [choice.text for choice in made.choices]
 
     parts = list(official.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    said = {choice.index: choice.text for part in parts for choice in part.choices}
-    assert said == {choice.index: choice.text for choice in made.choices} and parts[-1].usage == made.usage
+    said = [[choice.text for part in parts for choice in part.choices if choice.index == index] for index in range(4)]
+    assert ["".join(texts) for texts in said] == [choice.text for choice in made.choices] and parts[-1].usage == made.usage
+    assert max(len(text) for texts in said for text in texts) == 1, "a token of this student is a letter, and a chunk"
+
+
+def test_a_client_that_leaves_its_stream_frees_the_engine(service, official):
+    asked = {"model": "live", "prompt": ["ab"] * 4, "max_tokens": 60, "n": 128, "seed": 2}
+    whole = official.completions.create(**asked).usage.completion_tokens
+    before = generated(service)
+    with official.completions.create(**asked, stream=True) as stream:
+        assert next(iter(stream)).choices
+    made = generated(service) - before
+    assert 0 < made < whole / 2 and generated(service) - before == made, "it goes on for nobody"
+
+
+def generated(service) -> float:
+    """Tokens by now: the service asks its engine once a second."""
+    time.sleep(1.1)
+    return metric(service, "engine_generated_tokens")
+
+
+def metric(service, name: str) -> float:
+    (line,) = [line for line in service.client.get("/metrics").text.splitlines() if line.startswith(f"rollout_{name} ")]
+    return float(line.split()[1])
 
 
 def test_the_official_client_reads_scores_and_stops(official):
