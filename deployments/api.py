@@ -13,12 +13,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from deployments.gate import PAGE_PARTS, Gate, GateRules
 from deployments.metrics import ServiceMetrics
+from pipeline.config.base import TOO_DEEP
 from pipeline.errors import EngineError, RequestRefused
 from pipeline.evaluation.plan import EvalRequest
 from pipeline.evaluation.store import ARTEFACTS
@@ -43,6 +45,7 @@ FAULTS: dict[int | str, dict[str, Any]] = {
         403: "The host name is not one of loopback.",
         404: "There is no such thing: a route, a model, a data set, an evaluation, ...",
         409: "It contradicts itself, or what is there.",
+        416: "The Range header names bytes that are not there.",
         413: "The body is too large.",
         429: "Too much at the same time; see Retry-After.",
         500: "A fault of the service; its log has the request id.",
@@ -131,14 +134,14 @@ def _dashboard(api: FastAPI) -> None:
     fresh = {"cache-control": "no-cache"}
 
     @api.get("/", include_in_schema=False)
-    async def page() -> FileResponse:
-        return FileResponse(parts[PAGE], headers=fresh | {"content-security-policy": PAGE_POLICY})
+    async def page() -> File:
+        return File(parts[PAGE], headers=fresh | {"content-security-policy": PAGE_POLICY})
 
     @api.get(PAGE_PARTS + "{file}", include_in_schema=False)
-    async def part(file: str) -> FileResponse:
+    async def part(file: str) -> File:
         if file not in parts:
             raise RequestRefused(404, "not_found", f"the page has no part {file!r}")
-        return FileResponse(parts[file], headers=fresh)
+        return File(parts[file], headers=fresh)
 
 
 def _models(api: APIRouter, front: Front) -> None:
@@ -226,14 +229,14 @@ def _evaluations(api: APIRouter, evaluating: Evaluating, folder: Path) -> None:
         return await evaluating.sample(name, sample_id)
 
     @api.get("/v1/evals/{name}/artefacts/{file}", tags=["evaluations"], response_class=FileResponse, responses=ARTEFACT)
-    async def artefact(name: str, file: str) -> FileResponse:
+    async def artefact(name: str, file: str) -> File:
         """`request.json`, `samples.jsonl` (a sample a line) or `summary.json`."""
         await evaluating.view(name)
         path = folder / name / file
         if file not in ARTEFACTS or not path.is_file():
             raise RequestRefused(404, "not_found", f"evaluation {name!r} has no artefact {file!r}")
         kind = "application/json" if path.suffix == ".json" else "application/octet-stream"
-        return FileResponse(path, filename=f"{name}.{file}", media_type=kind)
+        return File(path, filename=f"{name}.{file}", media_type=kind)
 
 
 def _runs(api: APIRouter, runs: Runs) -> None:
@@ -312,6 +315,27 @@ def _sent(event: dict[str, Any]) -> str:
     return f"id: {event['id']}\nevent: {event['event']}\ndata: {json.dumps(event['data'], ensure_ascii=False)}\n\n"
 
 
+class File(FileResponse):
+    """What it has against a Range header is told as all faults are."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fault: Message | None = None
+
+        async def told(message: Message) -> None:
+            nonlocal fault
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                fault = message
+            elif fault is None:
+                await send(message)
+
+        await super().__call__(scope, receive, told)
+        if fault is not None:
+            text = f"{Headers(scope=scope)['range']!r} names no bytes that are there"
+            refusal = Refusal(fault["status"], "invalid_range", text, "range")
+            size = {key: value for key, value in Headers(raw=fault["headers"]).items() if key == "content-range"}
+            await _refused(Request(scope), refusal, size)(scope, receive, send)
+
+
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     body = getattr(request.scope["route"], "body_field", None)
@@ -320,6 +344,8 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 async def _no_route(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, RecursionError):  # the body's own parser had enough of it
+        return _refused(request, Refusal(400, "invalid_request", TOO_DEEP))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     message = f"{request.method} {request.url.path}: {error.detail}"
     headers = {"allow": _methods(request)} if error.status_code == 405 else None

@@ -300,7 +300,7 @@ async def test_a_stream_has_a_deadline_and_counts_while_it_lasts(tmp_path):
         ({"prompt": "a" * 200}, "prompt"),
         ({"prompt": [[False]]}, "prompt"),
         ({"prompt": "a", "n": True}, "n"),
-        ({"prompt": "\ud800"}, None),
+        ({"prompt": "\ud800"}, "prompt"),
         ({"prompt": ["a"] * 128, "n": 128}, "n"),
     ],
 )
@@ -320,11 +320,22 @@ async def test_a_wrong_completion_names_the_key(here, body, param):
         ("completions", b'{"prompt": {"a": 1}}', "prompt", "prompt: {'a': 1}: input should be a valid string"),
         ("completions", b'{"prompt": "a", "temprature": 1}', "temprature", "unknown key temprature; did you mean temperature?"),
         ("completions", b'{"prompt": "a", "best_of": 3}', "best_of", "best_of: 3 is not supported; leave it out"),
-        ("completions", 600 * b'{"a":' + b"1" + 600 * b"}", None, "lists and objects are nested deeper than 100"),
+        ("completions", 600 * b'{"a":' + b"1" + 600 * b"}", "a", "a: lists and objects are nested deeper than 100"),
+        ("completions", 1900 * b"[" + 1900 * b"]", None, "lists and objects are nested deeper than 100"),
+        ("completions", b'{"prompt": "a", "user": "\\ud800"}', "user", "user: a text holds half a surrogate pair"),
+        ("completions", b'{"prompt": "a", "stop": [' + 16 * b'"x",' + b'"x"]}', "stop", "stop: ['x', 'x'"),
+        ("completions", b'{"prompt": "a", "stop": "' + 257 * b"x" + b'"}', "stop", "stop: 'xxx"),
         ("completions", b"", None, "a JSON body is required"),
         ("completions", b"[]", None, "the body: []: input should be a valid dictionary"),
         ("completions", b"{", None, "the body is no JSON: "),
         ("chat/completions", b'{"messages": [{"content": "a"}]}', "messages.0.role", "messages.0.role: this key is required"),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "max_completion_tokens": 4}',
+         "max_completion_tokens", "max_completion_tokens: 4 contradicts max_tokens 3"),
+        ("chat/completions", b'{"messages": [{"role": "assistant", "content": null, "tool_calls": [{"id": "1"}]}]}',
+         "messages.0.tool_calls", "messages.0.tool_calls: [{'id': '1'}]: list should have at most 0 items"),
+        ("chat/completions", b'{"messages": [{"role": "tool", "tool_call_id": "1", "content": "a"}]}', "messages.0.tool_call_id",
+         "messages.0.tool_call_id: '1' is not supported"),
+        ("runs", b'{"config": {"student": 1}}', "config", "student: "),
         (
             "chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "messages.0.content",
             "messages.0.content: a part of type 'image_url' is not supported",
@@ -387,6 +398,33 @@ async def test_errors_have_one_form(here):
     response = await here.client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
     error_of(response, 400)
     assert error_of(await here.post("/v1/completions", prompt="a", model="m"), 404)["param"] == "model"
+
+
+@pytest.mark.parametrize(("given", "status"), [("bytes=99999999-", 416), ("bytes=x", 400), ("lines=1-2", 400)])
+async def test_a_range_that_is_not_there_is_refused_as_all_is(here, given, status):
+    response = await here.client.get("/dashboard/main.js", headers={"range": given})
+    error = error_of(response, status)
+    assert error["param"] == "range" and repr(given) in error["message"]
+    assert ("content-range" in response.headers) == (status == 416)
+
+
+async def test_a_service_that_ends_answers_what_it_has_begun_and_nothing_else(tmp_path):
+    ending = tmp_path / "ending"
+    async with world(tmp_path, GateRules(True, None, 4000, ending)) as here:
+        assert (await here.client.get("/healthz")).headers["x-in-flight"] == "0"
+        here.backend.engine.said = asyncio.Semaphore(0)
+        begun = asyncio.create_task(here.post("/v1/completions", prompt="abc", stream=True))
+        async with asyncio.timeout(5.0):
+            while not here.backend.engine.streaming:
+                await asyncio.sleep(0.01)
+        ending.touch()
+        refused = await here.post("/v1/completions", prompt="abc")
+        assert error_of(refused, 503)["code"] == "service_ending" and int(refused.headers["retry-after"]) > 0
+        assert (await here.client.get("/healthz")).headers["x-in-flight"] == "1"
+        for _ in range(4):
+            here.backend.engine.said.release()
+        assert (await begun).text.endswith("data: [DONE]\n\n")
+        assert (await here.client.get("/healthz")).headers["x-in-flight"] == "0"
 
 
 async def test_a_request_is_one_line_of_the_log(here, caplog):
@@ -522,7 +560,7 @@ async def test_an_evaluation_from_submission_to_artefacts(here):
     assert [event["event"] for event in events] == ["sample", "progress"] * 4 + ["done"]
     view = (await here.client.get(f"/v1/evals/{name}")).json()
     assert view["status"] == "done" and view["progress"] == {"done": 4, "total": 4} and view["weight_version"] == 7
-    assert set(view["results"]["words"]) == {"accuracy", "accuracy_all", "solved", "scored", "total", "pass@k"}
+    assert set(view["results"]["words"]) == {"accuracy", "accuracy_all", "solved", "scored", "done", "total", "pass@k"}
     assert (await here.client.get("/v1/evals")).json()["data"] == [view]
     rest = await here.client.get(f"/v1/evals/{name}/events", headers={"last-event-id": events[3]["id"]})
     assert events_of(rest.text) == events[4:]
