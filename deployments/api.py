@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
-from starlette.types import Message, Receive, Scope, Send
 
 from deployments.gate import PAGE_PARTS, Gate, GateRules
 from deployments.metrics import ServiceMetrics
+from deployments.responses import File, TokenStream, refused
 from pipeline.config.base import TOO_DEEP
 from pipeline.errors import EngineError, RequestRefused
 from pipeline.evaluation.plan import EvalRequest
@@ -171,26 +170,7 @@ async def _answer(front: Front, body: CompletionRequest | ChatRequest, request_i
         return JSONResponse(await front.complete(body, request_id))
     events = front.stream(body, request_id)
     first = await anext(events)  # what cannot be answered is refused by its status
-    return _Stream(first, events)
-
-
-class _Stream(StreamingResponse):
-    """Closes what it sends, also when its client has gone."""
-
-    def __init__(self, first: str, rest: AsyncGenerator[str]) -> None:
-        self._first, self._rest = first, rest
-        super().__init__(self._events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
-
-    async def _events(self) -> AsyncIterator[str]:
-        yield self._first
-        async for events in self._rest:
-            yield events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._rest.aclose()
+    return TokenStream(first, events)
 
 
 def _evaluations(api: APIRouter, evaluating: Evaluating, folder: Path) -> None:
@@ -228,7 +208,7 @@ def _evaluations(api: APIRouter, evaluating: Evaluating, folder: Path) -> None:
         """One sample with its conversation."""
         return await evaluating.sample(name, sample_id)
 
-    @api.get("/v1/evals/{name}/artefacts/{file}", tags=["evaluations"], response_class=FileResponse, responses=ARTEFACT)
+    @api.get("/v1/evals/{name}/artefacts/{file}", tags=["evaluations"], response_class=File, responses=ARTEFACT)
     async def artefact(name: str, file: str) -> File:
         """`request.json`, `samples.jsonl` (a sample a line) or `summary.json`."""
         await evaluating.view(name)
@@ -315,48 +295,23 @@ def _sent(event: dict[str, Any]) -> str:
     return f"id: {event['id']}\nevent: {event['event']}\ndata: {json.dumps(event['data'], ensure_ascii=False)}\n\n"
 
 
-class File(FileResponse):
-    """What it has against a Range header is told as all faults are."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        fault: Message | None = None
-
-        async def told(message: Message) -> None:
-            nonlocal fault
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                fault = message
-            elif fault is None:
-                await send(message)
-
-        await super().__call__(scope, receive, told)
-        if fault is not None:
-            text = f"{Headers(scope=scope)['range']!r} names no bytes that are there"
-            refusal = Refusal(fault["status"], "invalid_range", text, "range")
-            size = {key: value for key, value in Headers(raw=fault["headers"]).items() if key == "content-range"}
-            await _refused(Request(scope), refusal, size)(scope, receive, send)
-
-
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     body = getattr(request.scope["route"], "body_field", None)
-    return _refused(request, invalid(error.errors(), error.body, body.field_info.annotation if body is not None else BaseModel))
+    return refused(request, invalid(error.errors(), error.body, body.field_info.annotation if body is not None else BaseModel))
 
 
 async def _no_route(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, RecursionError):  # the body's own parser had enough of it
-        return _refused(request, Refusal(400, "invalid_request", TOO_DEEP))
+        return refused(request, Refusal(400, "invalid_request", TOO_DEEP))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     message = f"{request.method} {request.url.path}: {error.detail}"
     headers = {"allow": _methods(request)} if error.status_code == 405 else None
-    return _refused(request, Refusal(error.status_code, code, message), headers)
+    return refused(request, Refusal(error.status_code, code, message), headers)
 
 
 def _methods(request: Request) -> str:
     """All that the path knows: routes that share it are separate ones, of which the router names the first."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE]
     return ", ".join(sorted({method for route in routes for method in route.methods}))
-
-
-def _refused(request: Request, refusal: Refusal, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse(refusal.body(request.state.request_id), refusal.status, headers)

@@ -75,7 +75,7 @@ class Gate:
             await self._app(scope, self._bounded(receive, reply), reply.send)
         except Exception as error:
             refusal = refusal_of(error)
-            if refusal.status >= 500:
+            if refusal.status >= 500 and not isinstance(error, RequestRefused):
                 log.exception("request %s: %s %s", request_id, scope["method"], path)
             if not reply.started:
                 await send_refusal(refusal, request_id, reply.send)
