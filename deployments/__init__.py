@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray.serve import Application
 
-INTERRUPTED = 130
-
 
 def app(args: dict[str, Any]) -> Application:
     """Build the service. What is wrong with the arguments is one line on stderr each, and exit code 2; Ctrl-C before it begins is
     130."""
     import sys
 
+    from pipeline.cli.entry import INTERRUPTED
     from pipeline.errors import Locked, UserError
 
     try:

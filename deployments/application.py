@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.buffer.lock import RunLock
+from pipeline.cli.entry import uninterrupted
 from pipeline.errors import Locked, UserError
 from pipeline.service.arguments import Settings, parse_arguments, settle
 from pipeline.service.runs import Runs
@@ -31,14 +32,15 @@ def build(given: dict[str, Any]) -> Any:
     Raises UserError, or Locked when another service works in the same folder of runs.
     """
     settings = settle(parse_arguments(given), beside=Path(__file__).resolve().parent.parent)
-    import ray
-    from ray import serve
+    with uninterrupted():
+        import ray
+        from ray import serve
 
-    from deployments.detached import start_detached
-    from deployments.evaluations import Evaluations
-    from deployments.models import ModelsReplica
-    from deployments.service import service_deployment
-    from deployments.supervisor import Supervisor, leave_signals
+        from deployments.detached import start_detached
+        from deployments.evaluations import Evaluations
+        from deployments.models import ModelsReplica
+        from deployments.service import service_deployment
+        from deployments.supervisor import Supervisor, leave_signals
 
     first = True
     if not ray.is_initialized():
