@@ -23,8 +23,11 @@ def main() -> None:
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ctrl-C is heard at the end: a module that is interrupted while it is imported may swallow it, and be half there."""
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda sign, _: heard.append(sign))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        signal.signal(signal.SIGINT, before)
+    if heard:
+        raise KeyboardInterrupt
