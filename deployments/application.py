@@ -79,6 +79,7 @@ def claim(settings: Settings) -> RunLock:
     if left:
         raise Locked(f"processes of the last service do not end: {[process.pid for process in left]}; end them by hand")
     _check_port(settings, GRACE_S if leftovers else 0.0)
+    settings.runs.ending.unlink(missing_ok=True)
     return lock
 
 

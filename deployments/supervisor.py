@@ -13,12 +13,12 @@ import signal
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from contextlib import suppress
 
+import httpx
+
 from deployments import cluster
-from deployments.gate import IN_FLIGHT
+from deployments.gate import HEALTH, IN_FLIGHT
 from pipeline.buffer.lock import ProcessId, RunLock
 from pipeline.service.arguments import Settings
 
@@ -60,7 +60,7 @@ class Supervisor:
             if self._signals:
                 raise SystemExit(0)
             if not was_ready:
-                raise SystemExit(code or 1)
+                raise SystemExit(max(1, code))
             deaths = deaths + 1 if time.monotonic() - began < STEADY_S else 1
             if deaths == MOST_DEATHS:
                 sys.stderr.write(f"error: the service died {deaths} times in a row; `serve run` with the same arguments goes on\n")
@@ -69,7 +69,6 @@ class Supervisor:
 
     def _begin(self) -> int:
         """As os.fork, of a process that ends with this one."""
-        self._settings.runs.ending.unlink(missing_ok=True)
         sys.stdout.flush()
         sys.stderr.flush()
         me = os.getpid()
@@ -82,7 +81,7 @@ class Supervisor:
         return child
 
     def _watch(self, child: int) -> tuple[int, bool]:
-        """Until it has ended, or shall. Returns its exit code, and whether it ever served."""
+        """Returns when it has ended, or is to be ended: its exit code, and whether it ever served."""
         whole = ready = False
         while True:
             self._woken.wait(LOOK_S)
@@ -110,21 +109,20 @@ class Supervisor:
         """Until nothing is being answered; what comes meanwhile is told to come back."""
         self._settings.runs.ending.touch()
         deadline = time.monotonic() + self._settings.config.run.stop_grace_s
-        while self._signals < 2 and time.monotonic() < deadline and self._in_flight():
+        while self._signals < 2 and time.monotonic() < deadline and self._in_flight(slow=1):
             time.sleep(DRAIN_POLL_S)
 
-    def _in_flight(self) -> int | None:
-        """Requests that are being answered; None: nobody answers."""
+    def _in_flight(self, slow: int | None = None) -> int | None:
+        """Requests that are being answered; None: nobody answers. slow: what a service counts as that does not say in time."""
         host = self._settings.host if self._settings.loopback else "127.0.0.1"
         address = f"http://[{host}]" if ":" in host else f"http://{host}"
         try:
-            reply = urllib.request.urlopen(f"{address}:{self._settings.port}/healthz", timeout=ANSWER_S)
-        except urllib.error.HTTPError as refused:
-            reply = refused
-        except OSError:
+            reply = httpx.get(f"{address}:{self._settings.port}{HEALTH}", timeout=ANSWER_S, trust_env=False, verify=False)
+        except httpx.TimeoutException:
+            return slow
+        except httpx.TransportError:
             return None
-        with reply:
-            return int(reply.headers[IN_FLIGHT]) if IN_FLIGHT in reply.headers else None
+        return int(reply.headers[IN_FLIGHT]) if IN_FLIGHT in reply.headers else None
 
     def _clear(self, child: int) -> None:
         """End all of it, by pid. What Ray has started goes with the process that serves, and the rest is asked first."""
@@ -135,6 +133,7 @@ class Supervisor:
         with suppress(ChildProcessError):  # it is reaped already
             os.waitpid(child, os.WNOHANG)
         self._seen.clear()
+        self._settings.runs.ending.unlink(missing_ok=True)
         shutil.rmtree(cluster.temporary_folder(self._settings.runs.service), ignore_errors=True)
 
     def _signalled(self, sign: int, _: object) -> None:

@@ -265,17 +265,28 @@ def test_requests_and_evaluations_outlive_the_engine_that_played_them(service):
     async def ask() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
             body = {"prompt": "abc", "max_tokens": 60, "seed": 3, "n": 16}
-            asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(8)]
+            bodies = [body | {"stream": True}] + [body] * 8
+            asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
             await asyncio.sleep(0.05)
             os.kill(replica("Models"), signal.SIGKILL)
             return await asyncio.gather(*asked)
 
-    replies = asyncio.run(ask())
+    streamed, *replies = asyncio.run(ask())
     assert [reply.status_code for reply in replies] == [200] * 8, [reply.text for reply in replies if reply.status_code != 200]
     assert len({json.dumps([choice["text"] for choice in reply.json()["choices"]]) for reply in replies}) == 1
+    assert said(streamed.text) == [choice["text"] for choice in replies[0].json()["choices"]], "a stream goes on where it was"
     view = service.done(name)
     assert view["status"] == "done" and view["results"]["slow"]["scored"] == 24, view
     everyone_once(service, name, 24, 1)
+
+
+def said(stream: str) -> list[str]:
+    """The texts of a stream's choices."""
+    chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    texts: dict[int, str] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return [texts[index] for index in sorted(texts)]
 
 
 def test_evaluations_outlive_the_replica_that_plays_them(service):
