@@ -243,9 +243,8 @@ class Runs:
             path = below(self._configs, request.config)
             if path is None or not path.is_file():
                 known = sorted(file.name for file in self._configs.glob("*.yaml"))
-                raise RequestRefused(
-                    404, "unknown_config", f"there is no configuration {request.config!r}; known are {known}", "config"
-                )
+                message = f"there is no configuration {request.config!r}; known are {known}"
+                raise RequestRefused(404, "unknown_config", message, "config")
             return _read(path, overrides)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.yaml"
