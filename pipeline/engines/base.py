@@ -105,6 +105,8 @@ class EngineInfo:
     scored_rows: int
     streams: bool = False
     """It is a StreamingEngine."""
+    streams_logprobs: bool = False
+    """Its streams can have log-probabilities."""
 
 
 class Engine(Protocol):

@@ -71,6 +71,7 @@ class ScriptedEngine:
             generated_tokens=self._generated_tokens,
             scored_rows=self._scored_rows,
             streams=True,
+            streams_logprobs=True,
         )
 
     async def generate(self, requests: list[GenerateRequest], version: Version) -> list[Completion]:

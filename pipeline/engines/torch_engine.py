@@ -92,6 +92,7 @@ class TorchEngine:
             generated_tokens=self._batching.generated_tokens,
             scored_rows=self._scored_rows,
             streams=True,
+            streams_logprobs=True,
         )
 
     async def generate(self, requests: list[GenerateRequest], version: Version) -> list[Completion]:

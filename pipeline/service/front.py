@@ -46,7 +46,7 @@ class _Asked:
     """A request that is good, and what answers it."""
 
     engine: Engine
-    streams: bool
+    info: EngineInfo
     renderer: ChatRenderer
     head: Head
     prompts: list[Prompt]
@@ -119,7 +119,8 @@ class Front:
         """The reply as server-sent events, some at a time. Raises before the first what `complete` raises; a fault after it is the
         last event. To close it ends the work.
 
-        Token by token where the engine says so much (`torch`, `scripted`); else, and with `echo` and `logprobs`, whole choices.
+        Token by token; whole choices by an engine of kind `openai`, with `logprobs` by all but `torch` and `scripted`, and with
+        `logprobs` and `echo` by all.
         """
         with self._admitted():
             until = asyncio.get_running_loop().time() + self._deadline_s
@@ -147,9 +148,9 @@ class Front:
                     yield chunks.end()
 
     async def _parts(self, asked: _Asked) -> AsyncIterator[Parts]:
-        ask = asked.ask
-        scores_prompts = ask.echo and ask.top_logprobs is not None
-        if asked.streams and ask.sampling.max_tokens and not scores_prompts:
+        ask, info = asked.ask, asked.info
+        scored = ask.top_logprobs is None or (info.streams_logprobs and not ask.echo)
+        if info.streams and scored and ask.sampling.max_tokens:
             async with aclosing(Streaming(asked.engine, asked.renderer, ask).parts()) as stream:
                 async for parts in stream:
                     yield parts
@@ -160,7 +161,7 @@ class Front:
         opened = await self._backend.open(request.model)
         renderer = await self._renderer(opened)
         head = Head(request_id, int(self._clock()), opened.model.name)
-        context, streams = opened.info.max_context, opened.info.streams
+        context = opened.info.max_context
         seed = self._new_seed() if request.seed is None else request.seed % 2**63
         if isinstance(request, ChatRequest):
             prompt = _rendered(request, renderer, context)
@@ -168,7 +169,7 @@ class Front:
             check_room(len(prompt.token_ids), most, context, "messages")
             array = np.asarray(prompt.token_ids, np.int32)
             ask = Ask([array], request.sampling(most), request.n, seed, request.stops, request.likeliest)
-            return _Asked(opened.engine, streams, renderer, head, [prompt], ask)
+            return _Asked(opened.engine, opened.info, renderer, head, [prompt], ask)
         given = request.prompts()
         if len(given) * request.n > self._max_choices(opened):
             message = f"{len(given)} prompts x n {request.n} is above {self._max_choices(opened)} choices a request"
@@ -179,7 +180,7 @@ class Front:
         arrays = [np.asarray(prompt.token_ids, np.int32) for prompt in prompts]
         sampling = request.sampling(request.max_tokens)
         ask = Ask(arrays, sampling, request.n, seed, request.stops, request.logprobs, request.echo)
-        return _Asked(opened.engine, streams, renderer, head, prompts, ask)
+        return _Asked(opened.engine, opened.info, renderer, head, prompts, ask)
 
     async def _renderer(self, opened: Opened) -> ChatRenderer:
         digest = opened.info.tokenizer_digest

@@ -56,7 +56,7 @@ class _Request(BaseModel):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     """The text ends before the one of these that is said first."""
     stream: bool = False
-    """Server-sent events: each token when it is made, if the engine is `torch` or `scripted`; else a choice is one chunk."""
+    """Server-sent events: each token when it is made, unless the engine says only whole choices (kind `openai`)."""
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     """Also `prompt_token_ids` and the `token_ids` of each choice."""

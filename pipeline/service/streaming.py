@@ -105,6 +105,8 @@ class Streaming:
         choice, parts = self._choices[piece.request_id], []
         known = len(choice.token_ids) - piece.start
         tokens = [int(token) for token in piece.token_ids]
+        if known > 0 and choice.token_ids[piece.start :][: len(tokens)] != tokens[:known]:
+            raise EngineUnavailable("a stream that was begun anew has other tokens")
         for place in range(max(0, known), len(tokens)) or ([] if tokens else [0]):
             if choice.finish_reason is not None:
                 break

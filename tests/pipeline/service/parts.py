@@ -50,7 +50,9 @@ class Reverser:
     async def info(self) -> EngineInfo:
         digest, version = self.renderer.digest, self._version()
         rows = self.renderer.vocab_size
-        return EngineInfo("reverser", "r", "d", rows, digest, version, self.context, 8, 0, 0, 0, 0, streams=self.streams)
+        return EngineInfo(
+            "reverser", "r", "d", rows, digest, version, self.context, 8, 0, 0, 0, 0, streams=self.streams, streams_logprobs=True
+        )
 
     async def generate(self, requests, version):
         made = self._version()
