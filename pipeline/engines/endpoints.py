@@ -78,10 +78,9 @@ class Endpoints:
             raise EngineUnavailable(f"{endpoint.name} is being started")
         if self._client is None:
             self._client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), trust_env=False)
+        method = "GET" if body is None else "POST"
         try:
-            async with self._client.stream(
-                "GET" if body is None else "POST", address + path, json=body, timeout=seconds
-            ) as response:
+            async with self._client.stream(method, address + path, json=body, timeout=seconds) as response:
                 yield response
         except httpx.TimeoutException as error:
             raise EngineUnavailable(f"{endpoint.name}{path} did not answer within {seconds:.1f} s") from error

@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -109,12 +110,12 @@ class ServedEngine:
             self._bounds.check_request(request)
         pieces: asyncio.Queue[list[Piece] | None] = asyncio.Queue()
         rooms = {request.request_id: self._bounds.room(request) for request in requests}
+        hear = partial(Hearing, rooms, self._stops, self._bounds.vocab_size, pieces.put_nowait)
 
         async def work() -> None:
             self._active += len(requests)
             try:
                 body = {"requests": [self._asked(request) for request in requests]}
-                hear = lambda: Hearing(rooms, self._stops, self._bounds.vocab_size, pieces.put_nowait)  # noqa: E731
                 self._generated_tokens += await self._call("/stream", body, version, lambda reply: reply["tokens"], hear)
             finally:
                 self._active -= len(requests)

@@ -50,9 +50,8 @@ class Reverser:
     async def info(self) -> EngineInfo:
         digest, version = self.renderer.digest, self._version()
         rows = self.renderer.vocab_size
-        return EngineInfo(
-            "reverser", "r", "d", rows, digest, version, self.context, 8, 0, 0, 0, 0, streams=self.streams, streams_logprobs=True
-        )
+        facts = ("reverser", "r", "d", rows, digest, version, self.context, 8, 0, 0, 0, 0)
+        return EngineInfo(*facts, streams=self.streams, streams_logprobs=self.streams)
 
     async def generate(self, requests, version):
         made = self._version()
