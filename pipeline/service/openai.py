@@ -30,6 +30,13 @@ def _null_may_stand(schema: dict[str, Any]) -> None:
             part["type"] = [part["type"], "null"]
 
 
+def _one_bound(schema: dict[str, Any]) -> None:
+    """Says in the schema what `ChatRequest._said_once` does."""
+    _null_may_stand(schema)
+    both = ("max_tokens", "max_completion_tokens")
+    schema["not"] = {"required": list(both), "properties": {name: {"type": "integer"} for name in both}}
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -139,11 +146,13 @@ class TextFormat(BaseModel):
 class ChatRequest(_Request):
     """`POST /v1/chat/completions`."""
 
+    model_config = ConfigDict(json_schema_extra=_one_bound)
+
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     """None: what the context has left."""
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
-    """The newer name of max_tokens; both may stand if they say the same."""
+    """The newer name of max_tokens."""
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     """This many of the likeliest tokens at each place; above 0 it asks for `logprobs` too."""
@@ -154,10 +163,10 @@ class ChatRequest(_Request):
 
     @field_validator("max_completion_tokens")
     @classmethod
-    def _one_bound(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _said_once(cls, value: int | None, info: ValidationInfo) -> int | None:
         other = info.data.get("max_tokens")
-        if None not in (value, other) and value != other:
-            raise ValueError(f"{value} contradicts max_tokens {other}")
+        if value is not None and other is not None:
+            raise ValueError(f"{value} stands beside max_tokens {other}: say one of the two")
         return value
 
     @property

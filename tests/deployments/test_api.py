@@ -330,7 +330,7 @@ async def test_a_wrong_completion_names_the_key(here, body, param):
         ("completions", b"{", None, "the body is no JSON: "),
         ("chat/completions", b'{"messages": [{"content": "a"}]}', "messages.0.role", "messages.0.role: this key is required"),
         ("chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "max_completion_tokens": 4}',
-         "max_completion_tokens", "max_completion_tokens: 4 contradicts max_tokens 3"),
+         "max_completion_tokens", "max_completion_tokens: 4 stands beside max_tokens 3: say one of the two"),
         ("chat/completions", b'{"messages": [{"role": "assistant", "content": null, "tool_calls": [{"id": "1"}]}]}',
          "messages.0.tool_calls", "messages.0.tool_calls: [{'id': '1'}]: list should have at most 0 items"),
         ("chat/completions", b'{"messages": [{"role": "tool", "tool_call_id": "1", "content": "a"}]}', "messages.0.tool_call_id",
