@@ -337,7 +337,7 @@ async def test_a_stream_says_what_a_call_says_token_by_token(folder: Path) -> No
 
 
 async def test_a_stream_that_nobody_hears_makes_room(folder: Path) -> None:
-    async with engine(folder, slots=1) as made:
+    async with engine(folder, slots=1, swap_timeout_s=0.2) as made:
         long = [GenerateRequest(f"{i}", np.full(3, 7, np.int32), Sampling(max_tokens=40), i) for i in range(400)]
         stream = made.stream(long, Version(), None)
         assert (await anext(stream))[0].start == 0
