@@ -160,26 +160,10 @@ class Front:
     async def _asked(self, request: CompletionRequest | ChatRequest, request_id: str) -> _Asked:
         opened = await self._backend.open(request.model)
         renderer = await self._renderer(opened)
-        head = Head(request_id, int(self._clock()), opened.model.name)
-        context = opened.info.max_context
         seed = self._new_seed() if request.seed is None else request.seed % 2**63
-        if isinstance(request, ChatRequest):
-            prompt = _rendered(request, renderer, context)
-            most = request.most_tokens or max(1, context - len(prompt.token_ids))
-            check_room(len(prompt.token_ids), most, context, "messages")
-            array = np.asarray(prompt.token_ids, np.int32)
-            ask = Ask([array], request.sampling(most), request.n, seed, request.stops, request.likeliest)
-            return _Asked(opened.engine, opened.info, renderer, head, [prompt], ask)
-        given = request.prompts()
-        if len(given) * request.n > self._max_choices(opened):
-            message = f"{len(given)} prompts x n {request.n} is above {self._max_choices(opened)} choices a request"
-            raise RequestRefused(400, "too_many_choices", message, "prompt" if request.n == 1 else "n")
-        prompts = [_prompt(prompt, renderer, request.max_tokens, context) for prompt in given]
-        for prompt in prompts:
-            check_room(len(prompt.token_ids), request.max_tokens, context, "prompt")
-        arrays = [np.asarray(prompt.token_ids, np.int32) for prompt in prompts]
-        sampling = request.sampling(request.max_tokens)
-        ask = Ask(arrays, sampling, request.n, seed, request.stops, request.logprobs, request.echo)
+        chat = isinstance(request, ChatRequest)
+        prompts, ask = _of_chat(request, opened, renderer, seed) if chat else _of_text(request, opened, renderer, seed)
+        head = Head(request_id, int(self._clock()), opened.model.name)
         return _Asked(opened.engine, opened.info, renderer, head, prompts, ask)
 
     async def _renderer(self, opened: Opened) -> ChatRenderer:
@@ -187,10 +171,6 @@ class Front:
         if digest not in self._renderers:
             self._renderers[digest] = await asyncio.to_thread(ChatRenderer.load, opened.model.folder)
         return self._renderers[digest]
-
-    def _max_choices(self, opened: Opened) -> int:
-        """As many as an engine holds at the same time, several times over."""
-        return max(512, 4 * opened.info.slots)
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
@@ -214,6 +194,28 @@ class Front:
             if not deadline.expired():
                 raise
             raise RequestRefused(504, "deadline", f"no answer within {self._deadline_s:g} s (engine.call_timeout_s)") from error
+
+
+def _of_chat(request: ChatRequest, opened: Opened, renderer: ChatRenderer, seed: int) -> tuple[list[Prompt], Ask]:
+    context = opened.info.max_context
+    prompt = _rendered(request, renderer, context)
+    most = request.most_tokens or max(1, context - len(prompt.token_ids))
+    check_room(len(prompt.token_ids), most, context, "messages")
+    array = np.asarray(prompt.token_ids, np.int32)
+    return [prompt], Ask([array], request.sampling(most), request.n, seed, request.stops, request.likeliest)
+
+
+def _of_text(request: CompletionRequest, opened: Opened, renderer: ChatRenderer, seed: int) -> tuple[list[Prompt], Ask]:
+    given, context, wanted = request.prompts(), opened.info.max_context, request.max_tokens
+    most = max(512, 4 * opened.info.slots)  # as many as an engine holds at the same time, several times over
+    if len(given) * request.n > most:
+        message = f"{len(given)} prompts x n {request.n} is above {most} choices a request"
+        raise RequestRefused(400, "too_many_choices", message, "prompt" if request.n == 1 else "n")
+    prompts = [_prompt(prompt, renderer, wanted, context) for prompt in given]
+    for prompt in prompts:
+        check_room(len(prompt.token_ids), wanted, context, "prompt")
+    arrays = [np.asarray(prompt.token_ids, np.int32) for prompt in prompts]
+    return prompts, Ask(arrays, request.sampling(wanted), request.n, seed, request.stops, request.logprobs, request.echo)
 
 
 def _rendered(request: ChatRequest, renderer: ChatRenderer, max_context: int) -> Prompt:
