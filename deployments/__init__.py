@@ -12,14 +12,19 @@ if TYPE_CHECKING:
 
 
 def app(args: dict[str, Any]) -> Application:
-    """Build the service. What is wrong with the arguments is one line on stderr each, and exit code 2."""
+    """Build the service. What is wrong with the arguments is one line on stderr each, and exit code 2; Ctrl-C before it begins is
+    130."""
     import sys
 
-    from deployments.application import build
+    from pipeline.cli.entry import INTERRUPTED
     from pipeline.errors import Locked, UserError
 
     try:
+        from deployments.application import build
+
         return build(args)
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
     except (UserError, Locked) as error:
         sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
         raise SystemExit(4 if isinstance(error, Locked) else 2) from None

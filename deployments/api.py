@@ -10,7 +10,7 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -18,13 +18,14 @@ from starlette.routing import Match
 
 from deployments.gate import PAGE_PARTS, Gate, GateRules
 from deployments.metrics import ServiceMetrics
+from deployments.responses import File, TokenStream, refused
+from pipeline.config.base import TOO_DEEP
 from pipeline.errors import EngineError, RequestRefused
 from pipeline.evaluation.plan import EvalRequest
 from pipeline.evaluation.store import ARTEFACTS
 from pipeline.service.faults import FaultReply, Refusal, invalid
 from pipeline.service.front import Backend, Front
 from pipeline.service.openai import ChatRequest, CompletionRequest, Reply
-from pipeline.service.replies import chunks
 from pipeline.service.runs import RunRequest, Runs
 
 DASHBOARD = Path(__file__).with_name("dashboard")
@@ -43,6 +44,7 @@ FAULTS: dict[int | str, dict[str, Any]] = {
         403: "The host name is not one of loopback.",
         404: "There is no such thing: a route, a model, a data set, an evaluation, ...",
         409: "It contradicts itself, or what is there.",
+        416: "The Range header names bytes that are not there.",
         413: "The body is too large.",
         429: "Too much at the same time; see Retry-After.",
         500: "A fault of the service; its log has the request id.",
@@ -131,14 +133,14 @@ def _dashboard(api: FastAPI) -> None:
     fresh = {"cache-control": "no-cache"}
 
     @api.get("/", include_in_schema=False)
-    async def page() -> FileResponse:
-        return FileResponse(parts[PAGE], headers=fresh | {"content-security-policy": PAGE_POLICY})
+    async def page() -> File:
+        return File(parts[PAGE], headers=fresh | {"content-security-policy": PAGE_POLICY})
 
     @api.get(PAGE_PARTS + "{file}", include_in_schema=False)
-    async def part(file: str) -> FileResponse:
+    async def part(file: str) -> File:
         if file not in parts:
             raise RequestRefused(404, "not_found", f"the page has no part {file!r}")
-        return FileResponse(parts[file], headers=fresh)
+        return File(parts[file], headers=fresh)
 
 
 def _models(api: APIRouter, front: Front) -> None:
@@ -155,24 +157,20 @@ def _models(api: APIRouter, front: Front) -> None:
     @api.post("/v1/completions", tags=["models"], response_model=Reply, responses=STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Any:
         """Complete a text or token ids."""
-        return _answer(await front.complete(body, request.state.request_id), body)
+        return await _answer(front, body, request.state.request_id)
 
     @api.post("/v1/chat/completions", tags=["models"], response_model=Reply, responses=STREAMED)
     async def chat(body: ChatRequest, request: Request) -> Any:
         """Answer messages, by the model's own chat template."""
-        return _answer(await front.chat(body, request.state.request_id), body)
+        return await _answer(front, body, request.state.request_id)
 
 
-def _answer(reply: dict[str, Any], body: CompletionRequest | ChatRequest) -> Response:
+async def _answer(front: Front, body: CompletionRequest | ChatRequest, request_id: str) -> Response:
     if not body.stream:
-        return JSONResponse(reply)
-    usage = body.stream_options is not None and body.stream_options.include_usage
-    return StreamingResponse(_each(chunks(reply, usage)), media_type="text/event-stream")
-
-
-async def _each(parts: Any) -> AsyncIterator[str]:
-    for part in parts:
-        yield part
+        return JSONResponse(await front.complete(body, request_id))
+    events = front.stream(body, request_id)
+    first = await anext(events)  # what cannot be answered is refused by its status
+    return TokenStream(first, events)
 
 
 def _evaluations(api: APIRouter, evaluating: Evaluating, folder: Path) -> None:
@@ -210,15 +208,15 @@ def _evaluations(api: APIRouter, evaluating: Evaluating, folder: Path) -> None:
         """One sample with its conversation."""
         return await evaluating.sample(name, sample_id)
 
-    @api.get("/v1/evals/{name}/artefacts/{file}", tags=["evaluations"], response_class=FileResponse, responses=ARTEFACT)
-    async def artefact(name: str, file: str) -> FileResponse:
+    @api.get("/v1/evals/{name}/artefacts/{file}", tags=["evaluations"], response_class=File, responses=ARTEFACT)
+    async def artefact(name: str, file: str) -> File:
         """`request.json`, `samples.jsonl` (a sample a line) or `summary.json`."""
         await evaluating.view(name)
         path = folder / name / file
         if file not in ARTEFACTS or not path.is_file():
             raise RequestRefused(404, "not_found", f"evaluation {name!r} has no artefact {file!r}")
         kind = "application/json" if path.suffix == ".json" else "application/octet-stream"
-        return FileResponse(path, filename=f"{name}.{file}", media_type=kind)
+        return File(path, filename=f"{name}.{file}", media_type=kind)
 
 
 def _runs(api: APIRouter, runs: Runs) -> None:
@@ -300,22 +298,20 @@ def _sent(event: dict[str, Any]) -> str:
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     body = getattr(request.scope["route"], "body_field", None)
-    return _refused(request, invalid(error.errors(), error.body, body.field_info.annotation if body is not None else BaseModel))
+    return refused(request, invalid(error.errors(), error.body, body.field_info.annotation if body is not None else BaseModel))
 
 
 async def _no_route(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, RecursionError):  # the body's own parser had enough of it
+        return refused(request, Refusal(400, "invalid_request", TOO_DEEP))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     message = f"{request.method} {request.url.path}: {error.detail}"
     headers = {"allow": _methods(request)} if error.status_code == 405 else None
-    return _refused(request, Refusal(error.status_code, code, message), headers)
+    return refused(request, Refusal(error.status_code, code, message), headers)
 
 
 def _methods(request: Request) -> str:
     """All that the path knows: routes that share it are separate ones, of which the router names the first."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE]
     return ", ".join(sorted({method for route in routes for method in route.methods}))
-
-
-def _refused(request: Request, refusal: Refusal, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse(refusal.body(request.state.request_id), refusal.status, headers)

@@ -5,49 +5,49 @@ Invariant: one service works in a folder of runs at a time; its Ray is private, 
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import signal
 import socket
-import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipeline.buffer.lock import RunLock
+from pipeline.cli.entry import uninterrupted
 from pipeline.errors import Locked, UserError
 from pipeline.service.arguments import Settings, parse_arguments, settle
 from pipeline.service.runs import Runs
 
 GRACE_S = 5.0
 POLL_S = 0.1
-SERVICES_END_S = 1.0
-"""For services of Ray that were told to."""
 KEEP_ALIVE_S = 75
 """Longer than clients keep an idle connection, so that none is closed under a request."""
 
 
 def build(given: dict[str, Any]) -> Any:
-    """`given`: as `ServeArguments`. Starts Ray and Serve's HTTP proxy unless this process has a Ray already.
+    """`given`: as `ServeArguments`. Starts Ray and Serve's HTTP proxy unless this process has a Ray already; then it returns in a
+    process of its own, over which this one watches.
 
     Raises UserError, or Locked when another service works in the same folder of runs.
     """
     settings = settle(parse_arguments(given), beside=Path(__file__).resolve().parent.parent)
-    import ray
-    from ray import serve
+    with uninterrupted():
+        import ray
+        from ray import serve
 
-    from deployments.detached import start_detached
-    from deployments.evaluations import Evaluations
-    from deployments.models import ModelsReplica
-    from deployments.service import service_deployment
+        from deployments.detached import start_detached
+        from deployments.evaluations import Evaluations
+        from deployments.models import ModelsReplica
+        from deployments.service import service_deployment
+        from deployments.supervisor import Supervisor, leave_signals
 
+    first = True
     if not ray.is_initialized():
-        atexit.register(_uninterrupted, own_cluster(settings))
-        signal.signal(signal.SIGTERM, _terminated)
-    if settings.resume:
+        first = Supervisor(settings, claim(settings)).serve()
+        start_ray(settings)
+        leave_signals()  # Ray had its own
+    if settings.resume and first:
         Runs(settings.runs, settings.configs, start_detached).go_on(settings.run.run_id if settings.run is not None else None)
     logging.getLogger("ray.serve").addFilter(_not_about_options)
     address = {"host": settings.host, "port": settings.port}
@@ -61,12 +61,14 @@ def _not_about_options(record: logging.LogRecord) -> bool:
     return "client HTTP config differs" not in record.msg
 
 
-def own_cluster(settings: Settings) -> Callable[[], None]:
-    """Start a private Ray; returns what ends it. What a killed service left behind is ended first, by pid."""
+def claim(settings: Settings) -> RunLock:
+    """The folder of runs, for one service. What a killed one left behind is ended first, by pid. Raises UserError or Locked."""
     from deployments import cluster
 
     paths = settings.runs.service
     paths.root.mkdir(parents=True, exist_ok=True)
+    if settings.config.run.ray.address is not None:
+        raise UserError(f"run.ray.address {settings.config.run.ray.address!r}: the service starts a Ray of its own; leave it out")
     lock = RunLock(paths)
     try:
         lock.acquire()
@@ -77,43 +79,20 @@ def own_cluster(settings: Settings) -> Callable[[], None]:
     if left:
         raise Locked(f"processes of the last service do not end: {[process.pid for process in left]}; end them by hand")
     _check_port(settings, GRACE_S if leftovers else 0.0)
-    if settings.config.run.ray.address is not None:
-        raise UserError(f"run.ray.address {settings.config.run.ray.address!r}: the service starts a Ray of its own; leave it out")
+    settings.runs.ending.unlink(missing_ok=True)
+    return lock
+
+
+def start_ray(settings: Settings) -> None:
+    """A private one, whose processes find the proxy's part of this package and the configuration's own modules."""
+    from deployments import cluster
+
     warnings.filterwarnings("ignore", module="ray")
     root = str(Path(__file__).resolve().parent.parent)
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     os.environ["PYTHONPATH"] = os.pathsep.join([*settings.code, root, *inherited])
     os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "deployments.proxy:middlewares"
-
-    def stop() -> None:
-        cluster.stop(paths)
-        lock.release()
-
-    try:
-        cluster.start(paths, settings.config.run.ray, None)
-        lock.record(process.pid for process in cluster.processes())
-    except BaseException:
-        stop()
-        raise
-    return stop
-
-
-def _terminated(*_: object) -> None:
-    """As Ctrl-C, on which Serve ends itself; but where Ray's services got the signal too (of a group, of a container), Serve would
-    ask them in vain, and be ended for it."""
-    from deployments import cluster
-
-    time.sleep(SERVICES_END_S)
-    if cluster.complete():
-        raise KeyboardInterrupt
-    sys.exit(0)
-
-
-def _uninterrupted(stop: Callable[[], None]) -> None:
-    """At the end of the process: whoever loses patience now would leave half of it behind."""
-    for sign in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sign, signal.SIG_IGN)
-    stop()
+    cluster.start(settings.runs.service, settings.config.run.ray, None)
 
 
 def _check_port(settings: Settings, patience_s: float) -> None:

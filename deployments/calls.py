@@ -188,6 +188,24 @@ class RemoteEngine(RemoteDeployment):
     async def generate(self, requests: list, version: Any) -> list:
         return await self.call("generate", *self._model, requests, version)
 
+    async def stream(self, requests: list, version: Any, top_logprobs: int | None) -> AsyncIterator[list]:
+        """The deadline is on progress: the next pieces."""
+        response = self.handle().options(stream=True).stream.remote(*self._model, requests, version, top_logprobs)
+        try:
+            while True:
+                yield pickle.loads(await asyncio.wait_for(anext(response), self._deadline_s))
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise EngineUnavailable(f"{self._app}: a stream did not go on within {self._deadline_s:.0f} s") from error
+        except RayError as error:
+            remote = unwrap(error, self._app)
+            if isinstance(remote, RolloutError):
+                raise remote from remote.__cause__
+            raise EngineUnavailable(f"{self._app}.stream: {first_line(remote)}") from remote
+        finally:
+            response.cancel()
+
     async def score(self, rows: list, signal: str, top_k: int) -> list:
         return await self.call("score", *self._model, rows, signal, top_k)
 

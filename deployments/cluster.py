@@ -141,9 +141,12 @@ def temporary_folder(paths: RunPaths) -> Path:
     return Path(tempfile.gettempdir()) / f"rollout-{digest}"
 
 
-def processes() -> list[ProcessId]:
-    """Everything that descends from this process: Ray's services, workers, actors and replicas."""
-    found = (ProcessId.of(child.pid) for child in psutil.Process().children(recursive=True))
+def processes(of: int | None = None) -> list[ProcessId]:
+    """Everything that descends from a process (None: this one): Ray's services, workers, actors and replicas."""
+    try:
+        found = [ProcessId.of(child.pid) for child in psutil.Process(of).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
     return [process for process in found if process is not None]
 
 
@@ -156,9 +159,12 @@ def stop(paths: RunPaths) -> None:
     shutil.rmtree(temporary_folder(paths), ignore_errors=True)
 
 
-def complete() -> bool:
-    """Whether all services live that this process started."""
-    living = {child.name() for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
+def complete(of: int | None = None) -> bool:
+    """Whether all services of Ray live that a process (None: this one) started."""
+    try:
+        living = {child.name() for child in psutil.Process(of).children() if child.status() != psutil.STATUS_ZOMBIE}
+    except psutil.NoSuchProcess:  # it, or a child meanwhile
+        return False
     return living.issuperset(SERVICES)
 
 

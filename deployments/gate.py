@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -24,10 +25,15 @@ from pipeline.service.arguments import is_loopback, token_digest
 from pipeline.service.faults import Refusal, refusal_of
 
 log = logging.getLogger("service")
-OPEN_PATHS = ("/healthz", "/")
+HEALTH, EVENTS = "/healthz", "/events"
+OPEN_PATHS = (HEALTH, "/")
 PAGE_PARTS = "/dashboard/"
 """Served without a token: whether it lives, and the page with its parts, which hold nothing and ask for the token themselves."""
 MAX_BODY_BYTES = 8 << 20
+IN_FLIGHT = "x-in-flight"
+"""Header of `/healthz`: requests that are being answered, event streams aside."""
+BACK_AFTER_S = 10.0
+"""For a service that was ended and is begun again."""
 CLIENT_GONE = 499
 """The status, in log and metrics, of a request whose client did not wait for the reply."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -38,6 +44,8 @@ class GateRules:
     loopback: bool
     token_sha256: str | None
     max_body_bytes: int
+    ending: Path | None = None
+    """While this file is there, nothing new is begun."""
 
 
 class Gate:
@@ -45,6 +53,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, rules: GateRules, seen: Callable[[str, str, int, float], None]) -> None:
         self._app, self._rules, self._seen = app, rules, seen
+        self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,18 +63,24 @@ class Gate:
         request_id = given or uuid.uuid4().hex
         path = quote(scope["path"])  # a line of the log is one request, whatever was asked for
         scope.setdefault("state", {})["request_id"] = request_id
-        reply = _Reply(send, None if given else request_id)
+        headers = {} if given else {"x-request-id": request_id}
+        if scope["path"] == HEALTH:
+            headers[IN_FLIGHT] = str(self._in_flight)
+        reply = _Reply(send, headers)
         started = time.monotonic()
+        counts = scope["path"] != HEALTH and not scope["path"].endswith(EVENTS)
+        self._in_flight += counts
         try:
             self._check(scope)
             await self._app(scope, self._bounded(receive, reply), reply.send)
         except Exception as error:
             refusal = refusal_of(error)
-            if refusal.status >= 500:
+            if refusal.status >= 500 and not isinstance(error, RequestRefused):
                 log.exception("request %s: %s %s", request_id, scope["method"], path)
             if not reply.started:
                 await send_refusal(refusal, request_id, reply.send)
         finally:
+            self._in_flight -= counts
             seconds = time.monotonic() - started
             route = getattr(scope.get("route"), "path", "unknown")
             self._seen(scope["method"], route, reply.status, seconds)
@@ -73,6 +88,8 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         headers, rules = Headers(scope=scope), self._rules
+        if rules.ending is not None and rules.ending.exists():
+            raise RequestRefused(503, "service_ending", "the service is being ended; try again", None, BACK_AFTER_S)
         if rules.loopback and rules.token_sha256 is None and not is_loopback(_host(headers.get("host", ""))):
             # a page in a browser of this machine may have had its own name point here
             raise RequestRefused(403, "foreign_host", f"this service answers to loopback names only, not {headers.get('host')!r}")
@@ -102,10 +119,10 @@ class Gate:
 
 
 class _Reply:
-    """request_id: to be put into the headers; None: it is there already."""
+    """headers: to be added."""
 
-    def __init__(self, send: Send, request_id: str | None) -> None:
-        self._send, self._request_id = send, request_id
+    def __init__(self, send: Send, headers: dict[str, str]) -> None:
+        self._send, self._headers = send, headers
         self.started, self.status = False, CLIENT_GONE
         self.instead: RequestRefused | None = None
 
@@ -115,8 +132,8 @@ class _Reply:
             raise refused
         if message["type"] == "http.response.start":
             self.started, self.status = True, message["status"]
-            if self._request_id is not None:
-                MutableHeaders(scope=message)["x-request-id"] = self._request_id
+            if self._headers:
+                MutableHeaders(scope=message).update(self._headers)
         await self._send(message)
 
 

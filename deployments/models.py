@@ -6,7 +6,7 @@ import asyncio
 import logging
 import pickle
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 from ray import serve
@@ -24,6 +24,8 @@ from pipeline.service.models import LIVE, Model, Models, weights_key
 
 KEPT_ENGINES = 2
 """Beside the live one."""
+PIECES_PAUSE_S = 0.01
+"""What is said meanwhile travels together: an item costs both processes about a millisecond."""
 
 
 @serve.deployment(**OPTIONS | {"name": MODELS_DEPLOYMENT})
@@ -70,6 +72,15 @@ class ModelsReplica:
         async with self._engine(model) as engine:
             async for part in answers(pickle.loads(calls), engine.generate):
                 yield pack(part)
+
+    async def stream(
+        self, model: Model, requests: list[GenerateRequest], version: Version, top_logprobs: int | None
+    ) -> AsyncIterator[bytes]:
+        """Lists of pieces, packed, as the engine says them; only of an engine that streams."""
+        async with self._engine(model) as engine, aclosing(engine.stream(requests, version, top_logprobs)) as stream:
+            async for pieces in stream:
+                yield pack(pieces)
+                await asyncio.sleep(PIECES_PAUSE_S)
 
     async def score(self, model: Model, rows: list[ScoreRow], signal: Signal, top_k: int) -> list[ScoredRow]:
         async with self._engine(model) as engine:

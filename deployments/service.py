@@ -83,7 +83,7 @@ def service_deployment(settings: Settings) -> Any:
         app = serve.get_replica_context().app_name
         backend = RemoteBackend(app, settings)
         front = Front(backend, settings.config.engine.call_timeout_s, MAX_IN_FLIGHT)
-        rules = GateRules(settings.loopback, settings.token_sha256, MAX_BODY_BYTES)
+        rules = GateRules(settings.loopback, settings.token_sha256, MAX_BODY_BYTES, settings.runs.ending)
         runs = Runs(settings.runs, settings.configs, start_detached)
         return make_api(backend, RemoteEvaluating(app), front, runs, rules, settings.runs.evaluations)
 

@@ -130,6 +130,11 @@ class SharedPaths:
         """The service's own lock and logs."""
         return RunPaths(self.runs / ".service")
 
+    @property
+    def ending(self) -> Path:
+        """There while the service ends: it answers what it has begun, and nothing else."""
+        return self.service.root / "ending"
+
 
 def evaluation_id(step: int) -> str:
     """Of the evaluation of weight version `step`: names its files and its lease on that version."""

@@ -14,6 +14,7 @@ export function jobView(job, samples, choice) {
     percent(found.accuracy_all),
     short(found.solved),
     short(found.scored),
+    short(found.done),
     short(found.total),
     Object.entries(found["pass@k"])
       .map(([k, share]) => `pass@${k} ${percent(share)}`)
@@ -34,7 +35,7 @@ export function jobView(job, samples, choice) {
       ...[job.error, ...job.why_invalid].filter(Boolean).map(text => make("pre", {class: "bad"}, text)),
       rows.length
         ? table(
-            ["data set", {num: "accuracy"}, {num: "of all"}, {num: "solved"}, {num: "scored"}, {num: "total"}, "pass@k"],
+            ["data set", {num: "accuracy"}, {num: "of all"}, {num: "solved"}, {num: "scored"}, {num: "done"}, {num: "total"}, "pass@k"],
             rows,
           )
         : null,

@@ -19,6 +19,7 @@ import typer
 from pipeline.cli import bench, cancel, doctor, fork, gc, make_teacher, plan, report, schema, status, tasks
 from pipeline.cli import eval as eval_command
 from pipeline.cli import run as run_command
+from pipeline.cli.entry import INTERRUPTED
 from pipeline.cli.exits import FAILED, FINISHED, USAGE, explain, say
 from pipeline.errors import RolloutError
 
@@ -29,9 +30,6 @@ COMMANDS = (
 
 UsageError = typer.BadParameter.__base__
 """What the command line itself refuses, whichever way typer brings its parser along."""
-
-INTERRUPTED = 130
-"""Ctrl-C during a command that is no run: a run handles its signals itself."""
 
 
 def build_app() -> typer.Typer:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 T = TypeVar("T")
 MAX_DEPTH = 100
 """Of lists and objects in each other, in what comes over a network."""
+TOO_DEEP = f"lists and objects are nested deeper than {MAX_DEPTH}"
 Many = Annotated[tuple[T, ...], Field(strict=False)]
 """Of a body, whose lists are no tuples."""
 
@@ -40,22 +41,40 @@ class Request(RequestPart):
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
 
+class NotAsSent(ValueError):
+    """key: of the body, below which the fault is; None: everywhere."""
+
+    def __init__(self, text: str, key: str | None) -> None:
+        super().__init__(text if key is None else f"{key}: {text}")
+        self.key = key
+
+
 def as_sent(data: Any) -> Any:
     """What comes over a network, before it is read: half a surrogate pair is no text, and nothing could write it down.
 
-    JSON has one kind of number: 2.0 is the integer 2, also where types are strict. Raises ValueError.
+    JSON has one kind of number: 2.0 is the integer 2, also where types are strict. Raises NotAsSent.
     """
-    data = _whole_numbers(data, MAX_DEPTH)
+    if not isinstance(data, dict):
+        return _part_as_sent(data, None)
+    for key in data:
+        _part_as_sent(key, None)
+    return {key: _part_as_sent(value, key) for key, value in data.items()}
+
+
+def _part_as_sent(part: Any, key: str | None) -> Any:
     try:
-        json.dumps(data, ensure_ascii=False, default=str).encode()
+        part = _whole_numbers(part, MAX_DEPTH - 1)
+        json.dumps(part, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
-        raise ValueError("a text holds half a surrogate pair, which is not Unicode") from error
-    return data
+        raise NotAsSent("a text holds half a surrogate pair, which is not Unicode", key) from error
+    except RecursionError:
+        raise NotAsSent(TOO_DEEP, key) from None
+    return part
 
 
 def _whole_numbers(data: Any, room: int) -> Any:
     if not room:
-        raise ValueError(f"lists and objects are nested deeper than {MAX_DEPTH}")
+        raise RecursionError
     if isinstance(data, dict):
         return {key: _whole_numbers(value, room - 1) for key, value in data.items()}
     if isinstance(data, list):

@@ -5,6 +5,7 @@ Invariant: one call is served by one weight version, and the reply names it.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -67,6 +68,22 @@ class ScoredRow:
 
 @by_fields
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """What one sequence of a stream has said since its last piece."""
+
+    request_id: str
+    start: int
+    """Tokens before these. 0 again: the engine began the sequence anew."""
+    token_ids: np.ndarray
+    """int32 [N]; N is 0 only when the sequence ends without a token."""
+    scores: ScoredRow | None
+    """Of these tokens, when log-probabilities were asked for."""
+    finish_reason: Literal["stop", "length"] | None
+    """None: there is more to come."""
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Version:
     """Which weights a call wants: at least `minimum`, or exactly `exact`."""
 
@@ -90,6 +107,10 @@ class EngineInfo:
     waiting: int
     generated_tokens: int
     scored_rows: int
+    streams: bool = False
+    """It is a StreamingEngine."""
+    streams_logprobs: bool = False
+    """Its streams can have log-probabilities."""
 
 
 class Engine(Protocol):
@@ -110,3 +131,15 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class StreamingEngine(Engine, Protocol):
+    """An engine that says each token when it is made."""
+
+    def stream(self, requests: list[GenerateRequest], version: Version, top_logprobs: int | None) -> AsyncIterator[list[Piece]]:
+        """The pieces of all requests as they come; the last piece of each has a finish_reason. Raises what `generate` raises.
+
+        top_logprobs: how many of the likeliest tokens are told at each place; None: no log-probabilities. To close the stream ends
+        the work.
+        """
+        ...

@@ -5,14 +5,16 @@ Invariant: active sequences fill rows 0..n-1 without gaps, and every sequence of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from pipeline.engines.base import Completion, GenerateRequest, Version
+from pipeline.engines.base import Completion, GenerateRequest, Piece, ScoredRow, Version
 from pipeline.engines.sampling import draw, uniforms
 from pipeline.engines.torch_model import TorchModel
 
@@ -28,6 +30,22 @@ class GenerateCall:
         self.completions: dict[int, Completion] = {}
 
 
+class StreamCall(GenerateCall):
+    """A call that hears of each token. tell: called in the engine's thread."""
+
+    def __init__(
+        self,
+        requests: list[GenerateRequest],
+        version: Version,
+        deadline: float,
+        top_logprobs: int | None,
+        tell: Callable[[list[Piece]], None],
+    ) -> None:
+        super().__init__(requests, version, deadline)
+        self.top_logprobs, self.tell = top_logprobs, tell
+        self.sequences: list[_Sequence] = []
+
+
 @dataclass(slots=True)
 class _Sequence:
     call: GenerateCall
@@ -37,6 +55,10 @@ class _Sequence:
     noise: list[float]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    scores: list[tuple[float, list[int], list[float]]] = field(default_factory=list)
+    """Of a stream with log-probabilities, a token each: of itself, and the likeliest ids with theirs."""
+    told: int = 0
+    """Tokens of a stream that its caller has heard."""
 
     @property
     def request(self) -> GenerateRequest:
@@ -55,6 +77,8 @@ class Batching:
         self._model, self._slots, self._stop_ids = model, slots, stop_ids
         self._join_at = max(1, slots // 8)  # one prefill for several newcomers costs little more than for one
         self._calls: list[GenerateCall] = []
+        self._streams: list[StreamCall] = []
+        """Those of the calls that hear of each token."""
         self._queue: list[_Sequence] = []
         self._rows: list[_Sequence] = []
         self.generated_tokens = 0
@@ -79,14 +103,16 @@ class Batching:
 
     def start(self, call: GenerateCall) -> None:
         self._calls.append(call)
-        for index, request in enumerate(call.requests):
-            room = min(request.sampling.max_tokens, self._model.max_context - len(request.prompt))
-            self._queue.append(_Sequence(call, index, room, uniforms(request.seed, room)))
+        sequences = [self._sequence(call, index) for index in range(len(call.requests))]
+        self._queue += sequences
+        if isinstance(call, StreamCall):
+            call.sequences = sequences
+            self._streams.append(call)
 
     def abort(self) -> list[GenerateCall]:
         """Take all started calls back, as if they had never been started."""
         calls, self._calls = self._calls, []
-        self._queue, self._rows = [], []
+        self._queue, self._rows, self._streams = [], [], []
         for call in calls:
             call.completions.clear()
         return calls
@@ -95,6 +121,7 @@ class Batching:
         if not any(call.future.cancelled() for call in self._calls):
             return
         self._calls = [call for call in self._calls if not call.future.cancelled()]
+        self._streams = [call for call in self._streams if not call.future.cancelled()]
         self._queue = [each for each in self._queue if not each.call.future.cancelled()]
         self._free([row for row, each in enumerate(self._rows) if each.call.future.cancelled()])
 
@@ -107,7 +134,13 @@ class Batching:
         while self._queue and self._slots - len(self._rows) >= min(len(self._queue), self._join_at):
             self._join()
             self._settle_rows(version)
+        self._tell(version)
         self._answer()
+
+    def _sequence(self, call: GenerateCall, index: int) -> _Sequence:
+        request = call.requests[index]
+        room = min(request.sampling.max_tokens, self._model.max_context - len(request.prompt))
+        return _Sequence(call, index, room, uniforms(request.seed, room))
 
     def _join(self) -> None:
         free = self._slots - len(self._rows)
@@ -123,7 +156,26 @@ class Batching:
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
+        if self._streams:
+            self._score(sequences, logits_bv)
         self.generated_tokens += len(tokens)
+
+    def _score(self, sequences: list[_Sequence], logits_bv: Tensor) -> None:
+        """The newest tokens of streams that ask for log-probabilities, at temperature 1."""
+        for row, sequence in enumerate(sequences):
+            top = sequence.call.top_logprobs if isinstance(sequence.call, StreamCall) else None
+            if top is not None:
+                logprobs_v = torch.log_softmax(logits_bv[row].float(), -1)
+                best_k, ids_k = logprobs_v.topk(min(top, len(logprobs_v)))
+                sequence.scores.append((float(logprobs_v[sequence.tokens[-1]]), ids_k.tolist(), best_k.tolist()))
+
+    def _tell(self, version: int) -> None:
+        for call in self._streams:
+            fresh = [each for each in call.sequences if each.told < len(each.tokens)]
+            if fresh:
+                call.tell([_piece(call, each, version) for each in fresh])
+        if self._streams:
+            self._streams = [call for call in self._streams if len(call.completions) < len(call.requests)]
 
     def _settle_rows(self, version: int) -> None:
         ended = [row for row, each in enumerate(self._rows) if each.tokens[-1] in self._stop_ids or len(each.tokens) >= each.room]
@@ -152,6 +204,19 @@ class Batching:
         for call in answered:
             self._calls.remove(call)
             settle(call.future, result=[call.completions[index] for index in range(len(call.requests))])
+
+
+def _piece(call: StreamCall, sequence: _Sequence, version: int) -> Piece:
+    """What the caller has not heard yet; from here on it has."""
+    start, sequence.told = sequence.told, len(sequence.tokens)
+    request_id = sequence.request.request_id
+    scores = None
+    if call.top_logprobs is not None:
+        values, ids, best = zip(*sequence.scores[start:], strict=True)
+        scores = ScoredRow(request_id, np.asarray(values, np.float32), np.asarray(ids, np.int32), np.asarray(best, np.float32))
+    ended = call.completions.get(sequence.index)
+    tokens = np.asarray(sequence.tokens[start:], np.int32)
+    return Piece(request_id, start, tokens, scores, ended.finish_reason if ended is not None else None, version)
 
 
 def settle(future: Future, *, result: Any = None, error: BaseException | None = None) -> None:

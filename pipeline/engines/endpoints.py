@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import httpx
@@ -65,15 +66,22 @@ class Endpoints:
 
     async def ask(self, endpoint: Endpoint, path: str, body: Any = None, seconds: float = PROBE_S) -> httpx.Response:
         """GET without a body, else POST. Raises EngineUnavailable when no whole answer came in time."""
+        async with self.opened(endpoint, path, body, seconds) as response:
+            await response.aread()
+            return response
+
+    @asynccontextmanager
+    async def opened(self, endpoint: Endpoint, path: str, body: Any, seconds: float) -> AsyncIterator[httpx.Response]:
+        """As `ask`, of an answer that is read while it comes: `seconds` are those until its next part."""
         address = endpoint.address()
         if address is None:
             raise EngineUnavailable(f"{endpoint.name} is being started")
         if self._client is None:
             self._client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), trust_env=False)
+        method = "GET" if body is None else "POST"
         try:
-            if body is None:
-                return await self._client.get(address + path, timeout=seconds)
-            return await self._client.post(address + path, json=body, timeout=seconds)
+            async with self._client.stream(method, address + path, json=body, timeout=seconds) as response:
+                yield response
         except httpx.TimeoutException as error:
             raise EngineUnavailable(f"{endpoint.name}{path} did not answer within {seconds:.1f} s") from error
         except httpx.TransportError as error:

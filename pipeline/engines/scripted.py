@@ -6,18 +6,21 @@ Invariant: the same request gives the same tokens, and time passes only in the e
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from math import log
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from pipeline import errors
 from pipeline.config.models import Engine as EngineSettings
 from pipeline.config.models import Script
-from pipeline.engines.base import Completion, EngineInfo, GenerateRequest, ScoredRow, ScoreRow, Signal, Version
+from pipeline.engines.base import Completion, EngineInfo, GenerateRequest, Piece, ScoredRow, ScoreRow, Signal, Version
 from pipeline.engines.digests import text_digest
 from pipeline.engines.fixed_cost import MAX_CONTEXT, flat_scores
 from pipeline.engines.renderer import ChatRenderer
+from pipeline.engines.streaming import heard
 from pipeline.engines.weights import WeightStore
 from pipeline.errors import ConfigError, RolloutError, SwapTimeout
 
@@ -26,10 +29,12 @@ FIRST_TOKEN = 5
 EOS_TOKEN = 2
 POLL_S = 0.02
 HANG = "hang"
+Faults = Mapping[int | None, type[RolloutError] | str]
+"""Of a call: by ordinal, an exception, or HANG."""
 
 
 class ScriptedEngine:
-    """Implements engines.base.Engine. The ordinal is the first part of a request id (`<ordinal>.<index>.<turn>`).
+    """Implements engines.base.StreamingEngine. The ordinal is the first part of a request id (`<ordinal>.<index>.<turn>`).
 
     weights: when given, versions are real: a call names the newest published one and waits for the one it wants. folder:
     where the run's tokenizer is; without one the newest published folder's is taken, if it has one. version: what is served
@@ -65,14 +70,30 @@ class ScriptedEngine:
             waiting=self._waiting,
             generated_tokens=self._generated_tokens,
             scored_rows=self._scored_rows,
+            streams=True,
+            streams_logprobs=True,
         )
 
     async def generate(self, requests: list[GenerateRequest], version: Version) -> list[Completion]:
+        return await self._generate(requests, version, self._play)
+
+    def stream(self, requests: list[GenerateRequest], version: Version, top_logprobs: int | None) -> AsyncIterator[list[Piece]]:
+        """The script's seconds pass token by token."""
+        pieces: asyncio.Queue[list[Piece] | None] = asyncio.Queue()
+
+        async def play(request: GenerateRequest, served: int, faults: Faults) -> Completion:
+            return await self._play(request, served, faults, lambda piece: pieces.put_nowait([piece]), top_logprobs)
+
+        return heard(lambda: self._generate(requests, version, play), pieces)
+
+    async def _generate(
+        self, requests: list[GenerateRequest], version: Version, play: Callable[..., Awaitable[Completion]]
+    ) -> list[Completion]:
         served = await self._wait_for(version)
         ordinals = {_ordinal(request) for request in requests}
         # Taken before the first await: of two calls with one ordinal, only one is the first attempt.
         faults = {o: fault for o in ordinals if (fault := self._first_faults.pop(o, None) or self._faults.get(o))}
-        results = await asyncio.gather(*(self._play(request, served, faults) for request in requests), return_exceptions=True)
+        results = await asyncio.gather(*(play(request, served, faults) for request in requests), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -86,8 +107,18 @@ class ScriptedEngine:
     async def close(self) -> None:
         """Nothing to end."""
 
-    async def _play(self, request: GenerateRequest, version: int, faults: dict[int | None, type[RolloutError] | str]) -> Completion:
+    async def _play(
+        self,
+        request: GenerateRequest,
+        version: int,
+        faults: Faults,
+        tell: Callable[[Piece], None] | None = None,
+        top_logprobs: int | None = None,
+    ) -> Completion:
         ordinal = _ordinal(request)
+        said = self._completion(request, ordinal, version)
+        pieces = self._pieces(said, top_logprobs) if tell is not None else []
+        seconds = self._script.seconds_by_ordinal.get(ordinal, self._script.seconds)
         self._waiting += 1
         try:
             await self._slots.acquire()
@@ -95,7 +126,10 @@ class ScriptedEngine:
             self._waiting -= 1
         self._active += 1
         try:
-            await asyncio.sleep(self._script.seconds_by_ordinal.get(ordinal, self._script.seconds))
+            for piece in pieces[:-1]:
+                await asyncio.sleep(seconds / len(pieces))
+                tell(piece)
+            await asyncio.sleep(seconds / max(1, len(pieces)))
             fault = faults.get(ordinal)
             if fault == HANG:
                 await asyncio.Event().wait()
@@ -104,7 +138,24 @@ class ScriptedEngine:
         finally:
             self._active -= 1
             self._slots.release()
-        return self._completion(request, ordinal, version)
+        for piece in pieces[-1:]:
+            tell(piece)
+        self._generated_tokens += len(said.token_ids)
+        return said
+
+    def _pieces(self, said: Completion, top_logprobs: int | None) -> list[Piece]:
+        """A token each; one without a token when nothing is said."""
+        ends = range(1, len(said.token_ids) + 1) or (0,)
+        return [self._piece(said, end, said.finish_reason if end == ends[-1] else None, top_logprobs) for end in ends]
+
+    def _piece(self, said: Completion, end: int, reason: Literal["stop", "length"] | None, top_logprobs: int | None) -> Piece:
+        start = max(0, end - 1)
+        tokens, scores = said.token_ids[start:end], None
+        if top_logprobs is not None and end:
+            row = ScoreRow(said.request_id, said.token_ids[[start, start]], 1)  # what stands before a token changes nothing here
+            signal: Signal = "topk" if top_logprobs else "sampled"
+            (scores,) = flat_scores([row], signal, top_logprobs, self._vocab_size, -log(self._vocab_size))
+        return Piece(said.request_id, start, tokens, scores, reason, said.weight_version)
 
     def _completion(self, request: GenerateRequest, ordinal: int | None, version: int) -> Completion:
         """`tokens` tokens, the last of them the end of sequence, unless max_tokens cuts them off."""
@@ -115,7 +166,6 @@ class ScriptedEngine:
         stopped = said == length
         if stopped and said:
             tokens[-1] = self._eos
-        self._generated_tokens += said
         return Completion(
             request_id=request.request_id,
             token_ids=np.minimum(tokens, self._vocab_size - 1).astype(np.int32),

@@ -7,20 +7,23 @@ server that serves several of us loads it once.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 
 from pipeline.config.models import Engine as EngineSettings
-from pipeline.engines.base import Completion, EngineInfo, GenerateRequest, ScoredRow, ScoreRow, Signal, Version
+from pipeline.engines.base import Completion, EngineInfo, GenerateRequest, Piece, ScoredRow, ScoreRow, Signal, Version
 from pipeline.engines.digests import model_digest, text_digest
 from pipeline.engines.endpoints import Endpoint, Endpoints, decoded, fault_of
 from pipeline.engines.launcher import Launcher
 from pipeline.engines.renderer import ChatRenderer, stop_ids
 from pipeline.engines.rows import Bounds
+from pipeline.engines.streaming import Hearing, heard
 from pipeline.engines.weights import Published, WeightStore
 from pipeline.errors import BadReply, ConfigError, EngineError, EngineUnavailable, RowRefused, SwapTimeout
 
@@ -33,7 +36,7 @@ class _OtherVersion(Exception):
 
 
 class ServedEngine:
-    """Implements engines.base.Engine.
+    """Implements engines.base.StreamingEngine; its streams have no log-probabilities.
 
     folder: the model; what is served without `weights`, as `version`. urls: servers that exist. launcher: a server of our own.
     settings: the student's engine's; a teacher goes by the same context and time-outs.
@@ -85,6 +88,7 @@ class ServedEngine:
             waiting=max(0, self._active - self._settings.slots),
             generated_tokens=self._generated_tokens,
             scored_rows=self._scored_rows,
+            streams=True,
         )
 
     async def generate(self, requests: list[GenerateRequest], version: Version) -> list[Completion]:
@@ -98,6 +102,25 @@ class ServedEngine:
             self._active -= len(requests)
         self._generated_tokens += sum(len(completion.token_ids) for completion in reply)
         return reply
+
+    def stream(self, requests: list[GenerateRequest], version: Version, top_logprobs: int | None) -> AsyncIterator[list[Piece]]:
+        if top_logprobs is not None:
+            raise EngineError(f"engine {self._kind} streams no log-probabilities")
+        for request in requests:
+            self._bounds.check_request(request)
+        pieces: asyncio.Queue[list[Piece] | None] = asyncio.Queue()
+        rooms = {request.request_id: self._bounds.room(request) for request in requests}
+        hear = partial(Hearing, rooms, self._stops, self._bounds.vocab_size, pieces.put_nowait)
+
+        async def work() -> None:
+            self._active += len(requests)
+            try:
+                body = {"requests": [self._asked(request) for request in requests]}
+                self._generated_tokens += await self._call("/stream", body, version, lambda reply: reply["tokens"], hear)
+            finally:
+                self._active -= len(requests)
+
+        return heard(work, pieces)
 
     async def score(self, rows: list[ScoreRow], signal: Signal = "sampled", top_k: int = 0) -> list[ScoredRow]:
         for row in rows:
@@ -140,13 +163,21 @@ class ServedEngine:
             for row, entry in zip(rows, found, strict=True)
         ]
 
-    async def _call(self, path: str, body: dict[str, Any], version: Version, read: Callable[[dict[str, Any]], Reply]) -> Reply:
-        """Raises SwapTimeout when no server holds the wanted version in time."""
+    async def _call(
+        self,
+        path: str,
+        body: dict[str, Any],
+        version: Version,
+        read: Callable[[dict[str, Any]], Reply],
+        hear: Callable[[], Hearing] | None = None,
+    ) -> Reply:
+        """Raises SwapTimeout when no server holds the wanted version in time. hear: what a reply that is a stream is told to, anew
+        at each attempt."""
         give_up = time.monotonic() + self._settings.swap_timeout_s
         body = body | {"minimum": version.minimum, "exact": version.exact}
         while True:
             try:
-                return await self._servers.use(lambda server, seconds: self._send(server, path, body, version, read, seconds))
+                return await self._servers.use(lambda server, seconds: self._send(server, path, body, version, read, hear, seconds))
             except _OtherVersion as found:
                 newest = self._newest()
                 passed = version.exact is not None and newest is not None and newest.version > version.exact
@@ -165,13 +196,16 @@ class ServedEngine:
         body: dict[str, Any],
         version: Version,
         read: Callable[[dict[str, Any]], Reply],
+        hear: Callable[[], Hearing] | None,
         seconds: float,
     ) -> Reply:
         await self._bring(server, version)
         if server.held is not None and (server.held[0] is None or server.held[0] < version.minimum):
             raise _OtherVersion(f"{server.name} holds {server.held[0]}")
-        response = await self._servers.ask(server, path, body, seconds)
-        reply = self._checked(server, path, response)
+        if hear is None:
+            reply = self._checked(server, path, await self._servers.ask(server, path, body, seconds))
+        else:
+            reply = await self._heard(server, path, body, hear(), seconds)
         try:
             if server.held is None or reply["version"] != server.held[0]:
                 server.held = None  # somebody else changed the weights
@@ -179,6 +213,19 @@ class ServedEngine:
             return read(reply)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise BadReply(f"{server.name}{path}: {type(error).__name__}: {error}") from error
+
+    async def _heard(self, server: Endpoint, path: str, body: dict[str, Any], hearing: Hearing, seconds: float) -> dict[str, Any]:
+        """A stream to its end: its version, and how many tokens it had."""
+        async with self._servers.opened(server, path, body, seconds) as response:
+            if response.status_code != httpx.codes.OK:
+                await response.aread()
+                return self._checked(server, path, response)
+            try:
+                async for line in response.aiter_lines():
+                    hearing.hear(json.loads(line))
+                return hearing.reply()
+            except (KeyError, TypeError, ValueError) as error:
+                raise BadReply(f"{server.name}{path}: {type(error).__name__}: {error}") from error
 
     async def _bring(self, server: Endpoint, version: Version) -> None:
         """Have the server hold the newest weights, unless it holds exactly what is asked for: later it could not answer."""

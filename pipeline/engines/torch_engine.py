@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 
 from pipeline.config.models import Engine as EngineSettings
-from pipeline.engines.base import Completion, EngineInfo, GenerateRequest, ScoredRow, ScoreRow, Signal, Version
-from pipeline.engines.batching import Batching, GenerateCall, settle
+from pipeline.engines.base import Completion, EngineInfo, GenerateRequest, Piece, ScoredRow, ScoreRow, Signal, Version
+from pipeline.engines.batching import Batching, GenerateCall, StreamCall, settle
 from pipeline.engines.digests import model_digest, text_digest
 from pipeline.engines.renderer import ChatRenderer, stop_ids
+from pipeline.engines.streaming import heard
 from pipeline.engines.torch_model import TorchModel
 from pipeline.engines.weights import Published, WeightStore
 from pipeline.errors import ConfigError, EngineError, RolloutError, RowRefused, SwapTimeout
@@ -35,7 +37,7 @@ class ScoreCall:
 
 
 class TorchEngine:
-    """Implements engines.base.Engine.
+    """Implements engines.base.StreamingEngine.
 
     folder: the model in Hugging Face format. weights: where versions are published; then nothing is served before the first
     publication, and the newest one is loaded before the first call. Without `weights` the folder is served as `version`.
@@ -89,15 +91,25 @@ class TorchEngine:
             waiting=sum(len(call.requests) for call in self._waiting) + self._batching.unstarted,
             generated_tokens=self._batching.generated_tokens,
             scored_rows=self._scored_rows,
+            streams=True,
+            streams_logprobs=True,
         )
 
     async def generate(self, requests: list[GenerateRequest], version: Version) -> list[Completion]:
-        for request in requests:
-            self._check_tokens(request.request_id, request.prompt, 1, self._model.max_context - 1)
-            if request.sampling.max_tokens < 1:
-                raise RowRefused(f"row {request.request_id}: max_tokens {request.sampling.max_tokens} is below 1")
+        self._check_requests(requests)
         call = GenerateCall(list(requests), version, time.monotonic() + self._settings.swap_timeout_s)
         return await self._submit(call, self._waiting)
+
+    def stream(self, requests: list[GenerateRequest], version: Version, top_logprobs: int | None) -> AsyncIterator[list[Piece]]:
+        self._check_requests(requests)
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
+        deadline = time.monotonic() + self._settings.swap_timeout_s
+
+        def tell(found: list[Piece]) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, found)
+
+        call = StreamCall(list(requests), version, deadline, top_logprobs, tell)
+        return heard(lambda: self._submit(call, self._waiting), pieces)
 
     async def score(self, rows: list[ScoreRow], signal: Signal = "sampled", top_k: int = 0) -> list[ScoredRow]:
         if signal == "topk" and top_k < 1:
@@ -129,6 +141,12 @@ class TorchEngine:
             raise EngineError(f"engine {self._name} is dead: {self._death!r}") from self._death
         if self._closing:
             raise EngineError(f"engine {self._name} is closed")
+
+    def _check_requests(self, requests: list[GenerateRequest]) -> None:
+        for request in requests:
+            self._check_tokens(request.request_id, request.prompt, 1, self._model.max_context - 1)
+            if request.sampling.max_tokens < 1:
+                raise RowRefused(f"row {request.request_id}: max_tokens {request.sampling.max_tokens} is below 1")
 
     def _check_tokens(self, name: str, token_ids: Any, least: int, most: int) -> None:
         if not least <= len(token_ids) <= most:

@@ -7,16 +7,17 @@ sample number i (from 1) are `sample` with id 2i-1 and `progress` with id 2i; th
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 from pipeline.evaluation.lines import played_again
 from pipeline.evaluation.store import JobStore
-from pipeline.evaluation.summary import summarise
+from pipeline.evaluation.summary import figures, summarise
 from pipeline.observe.jsonlines import JsonLines
 from pipeline.records import Task
 
 FINISHED = ("done", "failed", "cancelled")
-FIGURES = ("accuracy", "accuracy_all", "solved", "scored", "total", "pass@k")
+FIGURES = ("accuracy", "accuracy_all", "solved", "scored", "done", "total", "pass@k")
 _EVENT_KEYS = ("sample_id", "task_id", "dataset", "index", "status", "reward", "class", "answer", "text", "error")
 
 
@@ -138,12 +139,20 @@ class Job:
 
     def _results(self) -> dict[str, Any]:
         if self._summary is not None:
-            return _figures(self._summary)
+            return {name: _figures(found, found["total"]) for name, found in self._summary["results"].items()}
         if self._tasks and self._lines is not None:
             if self._partial[0] != len(self._lines) or not self._partial[1]:
-                self._partial = (len(self._lines), _figures(self._summarise(0.0)))
+                self._partial = (len(self._lines), self._so_far())
             return self._partial[1]
         return self._state.get("results", {})
+
+    def _so_far(self) -> dict[str, Any]:
+        """Of every data set that is planned, also before its first sample is done."""
+        planned: Counter[str] = Counter()
+        for task in self._tasks:
+            planned[task.dataset] += task.samples
+        found, nothing = self._summarise(0.0)["results"], figures([], self._record["k"])
+        return {name: _figures(found.get(name, nothing), total) for name, total in sorted(planned.items())}
 
     def _summarise(self, min_coverage: float) -> dict[str, Any]:
         played = played_again(self._tasks, self._lines or [])
@@ -159,8 +168,10 @@ class Job:
         self._change = asyncio.Event()
 
 
-def _figures(summary: dict[str, Any]) -> dict[str, Any]:
-    return {name: {key: figures[key] for key in FIGURES} for name, figures in summary["results"].items()}
+def _figures(found: dict[str, Any], planned: int) -> dict[str, Any]:
+    """accuracy_all is of what is done, whose number a summary calls its total."""
+    named = found | {"done": found["total"], "total": planned}
+    return {key: named[key] for key in FIGURES}
 
 
 def _event(number: int, event: str, data: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,8 @@ class Made:
     text: str
     token_ids: list[int]
     """Of the text: what stood behind a stop is not there."""
-    finish_reason: str
+    finish_reason: str | None
+    """None: in a stream, there is more to come."""
     logprobs: TokenLogprobs | None
     prompt_logprobs: TokenLogprobs | None
     """With echo and logprobs."""
@@ -59,6 +60,14 @@ class Ask:
     top_logprobs: int | None = None
     """None: no log-probabilities."""
     echo: bool = False
+
+    def requests(self) -> list[GenerateRequest]:
+        """Of each choice, prompt by prompt."""
+        return [
+            GenerateRequest(f"{place}.{choice}", prompt, self.sampling, choice_seed(self.seed, place, choice))
+            for place, prompt in enumerate(self.prompts)
+            for choice in range(self.n)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +100,7 @@ class Completing:
         """Completions by prompt; None when nothing is to be made."""
         if ask.sampling.max_tokens == 0:
             return None, None
-        requests = [
-            GenerateRequest(f"{place}.{choice}", prompt, ask.sampling, choice_seed(ask.seed, place, choice))
-            for place, prompt in enumerate(ask.prompts)
-            for choice in range(ask.n)
-        ]
+        requests = ask.requests()
         completions = await self._again(lambda: self._engine.generate(requests, Version()))
         grouped = [completions[start : start + ask.n] for start in range(0, len(completions), ask.n)]
         return grouped, completions[0].weight_version
@@ -136,29 +141,15 @@ class Completing:
         if ask.top_logprobs is None:
             return Made(text, token_ids, reason, None, None)
         skipped = len(prompt) - 1 if ask.echo else 0
-        logprobs = self._logprobs(token_ids, row, skipped, ask.top_logprobs)
+        logprobs = logprobs_of(self._renderer, token_ids, row, skipped, ask.top_logprobs)
         before = self._prompt_logprobs(prompt, row, ask.top_logprobs) if ask.echo else None
         return Made(text, token_ids, reason, logprobs, before)
 
     def _prompt_logprobs(self, prompt: np.ndarray, row: ScoredRow | None, top: int) -> TokenLogprobs:
         ids = [int(token) for token in prompt]
-        rest = self._logprobs(ids[1:], row, 0, top)
+        rest = logprobs_of(self._renderer, ids[1:], row, 0, top)
         first = self._renderer.token_text(ids[0])
         return TokenLogprobs([first, *rest.tokens], [None, *rest.logprobs], [None, *rest.top])
-
-    def _logprobs(self, token_ids: list[int], row: ScoredRow | None, start: int, top: int) -> TokenLogprobs:
-        """row: scores from `start` on belong to the tokens."""
-        tokens = [self._renderer.token_text(token) for token in token_ids]
-        if row is None:
-            return TokenLogprobs(tokens, [], [])
-        values = [float(value) for value in row.logprobs[start : start + len(tokens)]]
-        tops: list[list[tuple[str, float]] | None] = [None] * len(tokens)
-        if top and row.topk_ids is not None and row.topk_logprobs is not None:
-            for place in range(len(tokens)):
-                ids, at = row.topk_ids[start + place], row.topk_logprobs[start + place]
-                best = [(self._renderer.token_text(token), float(value)) for token, value in zip(ids, at, strict=True)]
-                tops[place] = best
-        return TokenLogprobs(tokens, values, tops)
 
     async def _again(self, call: Callable[[], Awaitable]):
         """A call that was in flight in a dying replica is lost, not failed: the same seeds make the same tokens."""
@@ -170,6 +161,21 @@ class Completing:
                     raise
                 await self._sleep(BACKOFF_S * 2 ** (attempt - 1))
         raise AssertionError("ATTEMPTS is at least 1")
+
+
+def logprobs_of(renderer: ChatRenderer, token_ids: list[int], row: ScoredRow | None, start: int, top: int) -> TokenLogprobs:
+    """row: scores from `start` on belong to the tokens."""
+    tokens = [renderer.token_text(token) for token in token_ids]
+    if row is None:
+        return TokenLogprobs(tokens, [], [])
+    values = [float(value) for value in row.logprobs[start : start + len(tokens)]]
+    tops: list[list[tuple[str, float]] | None] = [None] * len(tokens)
+    if top and row.topk_ids is not None and row.topk_logprobs is not None:
+        for place in range(len(tokens)):
+            ids, at = row.topk_ids[start + place], row.topk_logprobs[start + place]
+            best = [(renderer.token_text(token), float(value)) for token, value in zip(ids, at, strict=True)]
+            tops[place] = best
+    return TokenLogprobs(tokens, values, tops)
 
 
 def choice_seed(seed: int, place: int, choice: int) -> int:

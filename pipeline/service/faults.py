@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from pipeline.config.base import NotAsSent
 from pipeline.config.faults import line_of
 from pipeline.errors import EngineError, EngineUnavailable, RequestRefused, RolloutError, RowRefused, SwapTimeout, UserError
 
@@ -68,6 +69,9 @@ def invalid(faults: Sequence[dict[str, Any]], body: Any, model: type[BaseModel])
 
     A value that may be of several kinds has a fault for each of them: the one that got furthest is told.
     """
+    cause = faults[0].get("ctx", {}).get("error")
+    if isinstance(cause, NotAsSent):
+        return Refusal(400, "invalid_request", str(cause), cause.key)
     located = [fault | {"loc": _steps(fault, body)} for fault in faults]
     same = [fault for fault in located if fault["loc"][:1] == located[0]["loc"][:1]]
     fault = max(same, key=lambda fault: (len(fault["loc"]), not fault["type"].endswith("_type")))

@@ -7,10 +7,11 @@ deadline.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,13 +20,16 @@ import numpy as np
 from pipeline.engines.base import Engine, EngineInfo
 from pipeline.engines.renderer import ChatRenderer
 from pipeline.errors import DataError, RequestRefused
-from pipeline.records import Sampling
-from pipeline.service.completing import Answer, Ask, Completing, check_room
+from pipeline.service.chunks import Chunks, event
+from pipeline.service.completing import Ask, Completing, check_room
+from pipeline.service.faults import refusal_of
 from pipeline.service.models import Model
 from pipeline.service.openai import ChatRequest, CompletionRequest, TokenIds
 from pipeline.service.replies import Head, Prompt, chat_reply, completion_reply
+from pipeline.service.streaming import Parts, Streaming, whole
 
 RETRY_AFTER_S = 1.0
+log = logging.getLogger("service")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,18 @@ class Opened:
     model: Model
     info: EngineInfo
     engine: Engine
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request that is good, and what answers it."""
+
+    engine: Engine
+    info: EngineInfo
+    renderer: ChatRenderer
+    head: Head
+    prompts: list[Prompt]
+    ask: Ask
 
 
 class Backend(Protocol):
@@ -89,57 +105,66 @@ class Front:
             raise RequestRefused(404, "model_not_found", f"there is no model {name!r}; known are {known}", "model")
         return found
 
-    async def complete(self, request: CompletionRequest, request_id: str) -> dict[str, Any]:
-        """The reply of `POST /v1/completions`."""
-        async with self._admitted():
-            opened = await self._backend.open(request.model)
-            renderer = await self._renderer(opened)
-            asked = request.prompts()
-            if len(asked) * request.n > self._max_choices(opened):
-                message = f"{len(asked)} prompts x n {request.n} is above {self._max_choices(opened)} choices a request"
-                raise RequestRefused(400, "too_many_choices", message, "prompt" if request.n == 1 else "n")
-            prompts = [_prompt(prompt, renderer, request.max_tokens, opened.info.max_context) for prompt in asked]
-            answer = await self._answer(opened, renderer, prompts, request, request.max_tokens, request.logprobs, "prompt")
-            head = Head(request_id, int(self._clock()), opened.model.name)
-            return completion_reply(head, prompts, answer, echo=request.echo, token_ids=request.return_token_ids)
+    async def complete(self, request: CompletionRequest | ChatRequest, request_id: str) -> dict[str, Any]:
+        """The reply of `POST /v1/completions` or `/v1/chat/completions`."""
+        with self._admitted():
+            async with self._deadline():
+                asked = await self._asked(request, request_id)
+                answer = await Completing(asked.engine, asked.renderer).answer(asked.ask)
+            if isinstance(request, ChatRequest):
+                return chat_reply(asked.head, asked.prompts[0], answer, token_ids=request.return_token_ids)
+            return completion_reply(asked.head, asked.prompts, answer, echo=request.echo, token_ids=request.return_token_ids)
 
-    async def chat(self, request: ChatRequest, request_id: str) -> dict[str, Any]:
-        """The reply of `POST /v1/chat/completions`."""
-        async with self._admitted():
-            opened = await self._backend.open(request.model)
-            renderer = await self._renderer(opened)
-            messages = [(message.role, message.text()) for message in request.messages]
-            characters = sum(len(text) for _, text in messages)
-            check_room(max(1, characters // renderer.longest_token), 1, opened.info.max_context, "messages", at_least=True)
-            try:
-                tokens = renderer.render(messages)
-            except DataError as error:
-                raise RequestRefused(400, "invalid_messages", str(error), "messages") from error
-            prompt = Prompt("", [int(token) for token in tokens])
-            room = max(1, opened.info.max_context - len(tokens))
-            most = request.most_tokens or room
-            answer = await self._answer(opened, renderer, [prompt], request, most, request.likeliest, "messages")
-            head = Head(request_id, int(self._clock()), opened.model.name)
-            return chat_reply(head, prompt, answer, token_ids=request.return_token_ids)
+    async def stream(self, request: CompletionRequest | ChatRequest, request_id: str) -> AsyncGenerator[str]:
+        """The reply as server-sent events, some at a time. Raises before the first what `complete` raises; a fault after it is the
+        last event. To close it ends the work.
 
-    async def _answer(
-        self,
-        opened: Opened,
-        renderer: ChatRenderer,
-        prompts: list[Prompt],
-        request: CompletionRequest | ChatRequest,
-        max_tokens: int,
-        top_logprobs: int | None,
-        param: str,
-    ) -> Answer:
-        arrays = [np.asarray(prompt.token_ids, np.int32) for prompt in prompts]
-        for array in arrays:
-            check_room(len(array), max_tokens, opened.info.max_context, param)
-        sampling: Sampling = request.sampling(max_tokens)
+        Token by token; whole choices by an engine of kind `openai`, with `logprobs` by all but `torch` and `scripted`, and with
+        `logprobs` and `echo` by all.
+        """
+        with self._admitted():
+            until = asyncio.get_running_loop().time() + self._deadline_s
+            async with self._deadline(until):
+                asked = await self._asked(request, request_id)
+            chunks = Chunks(request, asked.head, asked.prompts)
+            async with aclosing(self._parts(asked)) as parts:
+                begun = False
+                try:
+                    while True:
+                        async with self._deadline(until):
+                            found = await anext(parts, None)
+                        if found is None:
+                            break
+                        events = chunks.of(found)
+                        if events:
+                            yield events
+                            begun = True
+                except Exception as error:
+                    if not begun:
+                        raise
+                    log.exception("request %s: its stream ended", request_id)
+                    yield event(refusal_of(error).body(request_id))
+                else:
+                    yield chunks.end()
+
+    async def _parts(self, asked: _Asked) -> AsyncIterator[Parts]:
+        ask, info = asked.ask, asked.info
+        scored = ask.top_logprobs is None or (info.streams_logprobs and not ask.echo)
+        if info.streams and scored and ask.sampling.max_tokens:
+            async with aclosing(Streaming(asked.engine, asked.renderer, ask).parts()) as stream:
+                async for parts in stream:
+                    yield parts
+        else:
+            yield whole(await Completing(asked.engine, asked.renderer).answer(ask))
+
+    async def _asked(self, request: CompletionRequest | ChatRequest, request_id: str) -> _Asked:
+        opened = await self._backend.open(request.model)
+        renderer = await self._renderer(opened)
         seed = self._new_seed() if request.seed is None else request.seed % 2**63
-        echo = isinstance(request, CompletionRequest) and request.echo
-        ask = Ask(arrays, sampling, request.n, seed, request.stops, top_logprobs, echo)
-        return await Completing(opened.engine, renderer).answer(ask)
+        chat = isinstance(request, ChatRequest)
+        prompts, ask = _of_chat(request, opened, renderer, seed) if chat else _of_text(request, opened, renderer, seed)
+        head = Head(request_id, int(self._clock()), opened.model.name)
+        return _Asked(opened.engine, opened.info, renderer, head, prompts, ask)
 
     async def _renderer(self, opened: Opened) -> ChatRenderer:
         digest = opened.info.tokenizer_digest
@@ -147,31 +172,60 @@ class Front:
             self._renderers[digest] = await asyncio.to_thread(ChatRenderer.load, opened.model.folder)
         return self._renderers[digest]
 
-    def _max_choices(self, opened: Opened) -> int:
-        """As many as an engine holds at the same time, several times over."""
-        return max(512, 4 * opened.info.slots)
-
-    @asynccontextmanager
-    async def _admitted(self) -> AsyncIterator[None]:
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
         if self.in_flight >= self._max_in_flight:
             message = f"{self.in_flight} completions are being made, which is the most at the same time; try again"
             raise RequestRefused(429, "too_many_requests", message, retry_after_s=RETRY_AFTER_S)
         self.in_flight += 1
         try:
-            async with self._deadline():
-                yield
+            yield
         finally:
             self.in_flight -= 1
 
     @asynccontextmanager
-    async def _deadline(self) -> AsyncIterator[None]:
+    async def _deadline(self, until: float | None = None) -> AsyncIterator[None]:
+        """until: on the loop's clock; None: a request's time from now on."""
+        end = asyncio.get_running_loop().time() + self._deadline_s if until is None else until
         try:
-            async with asyncio.timeout(self._deadline_s) as deadline:
+            async with asyncio.timeout_at(end) as deadline:
                 yield
         except TimeoutError as error:
             if not deadline.expired():
                 raise
             raise RequestRefused(504, "deadline", f"no answer within {self._deadline_s:g} s (engine.call_timeout_s)") from error
+
+
+def _of_chat(request: ChatRequest, opened: Opened, renderer: ChatRenderer, seed: int) -> tuple[list[Prompt], Ask]:
+    context = opened.info.max_context
+    prompt = _rendered(request, renderer, context)
+    most = request.most_tokens or max(1, context - len(prompt.token_ids))
+    check_room(len(prompt.token_ids), most, context, "messages")
+    array = np.asarray(prompt.token_ids, np.int32)
+    return [prompt], Ask([array], request.sampling(most), request.n, seed, request.stops, request.likeliest)
+
+
+def _of_text(request: CompletionRequest, opened: Opened, renderer: ChatRenderer, seed: int) -> tuple[list[Prompt], Ask]:
+    given, context, wanted = request.prompts(), opened.info.max_context, request.max_tokens
+    most = max(512, 4 * opened.info.slots)  # as many as an engine holds at the same time, several times over
+    if len(given) * request.n > most:
+        message = f"{len(given)} prompts x n {request.n} is above {most} choices a request"
+        raise RequestRefused(400, "too_many_choices", message, "prompt" if request.n == 1 else "n")
+    prompts = [_prompt(prompt, renderer, wanted, context) for prompt in given]
+    for prompt in prompts:
+        check_room(len(prompt.token_ids), wanted, context, "prompt")
+    arrays = [np.asarray(prompt.token_ids, np.int32) for prompt in prompts]
+    return prompts, Ask(arrays, request.sampling(wanted), request.n, seed, request.stops, request.logprobs, request.echo)
+
+
+def _rendered(request: ChatRequest, renderer: ChatRenderer, max_context: int) -> Prompt:
+    messages = [(message.role, message.text()) for message in request.messages]
+    characters = sum(len(text) for _, text in messages)
+    check_room(max(1, characters // renderer.longest_token), 1, max_context, "messages", at_least=True)
+    try:
+        return Prompt("", [int(token) for token in renderer.render(messages)])
+    except DataError as error:
+        raise RequestRefused(400, "invalid_messages", str(error), "messages") from error
 
 
 def _prompt(prompt: str | TokenIds, renderer: ChatRenderer, wanted: int, max_context: int) -> Prompt:

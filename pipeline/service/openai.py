@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
 from pipeline.config.base import as_sent
 from pipeline.records import Sampling
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+"""OpenAI takes 4; tasks of lm-eval have more."""
+Stop = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 _TEXT_PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}, "required": ["type", "text"]}
@@ -25,6 +28,13 @@ def _null_may_stand(schema: dict[str, Any]) -> None:
     for name, part in schema["properties"].items():
         if name not in schema.get("required", ()) and isinstance(part.get("type"), str) and part["type"] != "null":
             part["type"] = [part["type"], "null"]
+
+
+def _one_bound(schema: dict[str, Any]) -> None:
+    """Says in the schema what `ChatRequest._said_once` does."""
+    _null_may_stand(schema)
+    both = ("max_tokens", "max_completion_tokens")
+    schema["not"] = {"required": list(both), "properties": {name: {"type": "integer"} for name in both}}
 
 
 class StreamOptions(BaseModel):
@@ -50,10 +60,10 @@ class _Request(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, lt=2**31)
     """0 switches the cut off."""
-    stop: str | list[str] | None = Field(None)
-    """The text ends before the first of these."""
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    """The text ends before the one of these that is said first."""
     stream: bool = False
-    """Server-sent events; a choice is one chunk."""
+    """Server-sent events: each token when it is made, unless the engine says only whole choices (kind `openai`)."""
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     """Also `prompt_token_ids` and the `token_ids` of each choice."""
@@ -102,9 +112,16 @@ class CompletionRequest(_Request):
 
 
 class ChatMessage(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)  # what other servers put into their replies comes back in the history
+    """What other servers put into their replies comes back in the history, and is left out. Calls of tools, which a model would
+    have to be told of, are refused."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     role: str
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
+    tool_call_id: None = None
+    audio: None = None
     content: str | list[Annotated[dict[str, Any], WithJsonSchema(_TEXT_PART)]] | None = None
 
     @field_validator("content")
@@ -129,6 +146,8 @@ class TextFormat(BaseModel):
 class ChatRequest(_Request):
     """`POST /v1/chat/completions`."""
 
+    model_config = ConfigDict(json_schema_extra=_one_bound)
+
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     """None: what the context has left."""
@@ -141,6 +160,14 @@ class ChatRequest(_Request):
     tools: list[Any] | None = Field(None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _said_once(cls, value: int | None, info: ValidationInfo) -> int | None:
+        other = info.data.get("max_tokens")
+        if value is not None and other is not None:
+            raise ValueError(f"{value} stands beside max_tokens {other}: say one of the two")
+        return value
 
     @property
     def likeliest(self) -> int | None:

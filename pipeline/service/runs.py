@@ -6,12 +6,13 @@ Invariant: the run folder is the truth, and a run needs nothing of the service: 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from pipeline.cli.checks import check_names
 from pipeline.cli.runs import RUN_ID, create_run_folder, list_runs
 from pipeline.config.base import Many, Request
 from pipeline.config.loading import Loaded, read_config
-from pipeline.errors import RequestRefused, RolloutError
+from pipeline.errors import ConfigError, RequestRefused, RolloutError, UserError
 from pipeline.evaluator.admission import prove
 from pipeline.evaluator.machine import this_machine
 from pipeline.observe.evaluations import Evaluation, conversations, student_evaluations, teacher_evaluations
@@ -125,9 +126,11 @@ class Runs:
         alive = [view["id"] for view in self.views() if view["status"] in ("starting", "running")]
         if len(alive) >= MOST_ALIVE:
             raise RequestRefused(429, "too_many_runs", f"{alive} are running, the most at the same time", None, RETRY_AFTER_S)
-        loaded = self._load(request)
-        prove(loaded.config, this_machine(loaded.config.run.ray))
-        check_names(loaded.config)
+        loaded = self._loaded(request)
+        run_id = request.run_id or loaded.config.run.id
+        if run_id is not None and (self._runs.runs / run_id).exists():
+            message = f"run {run_id!r} exists already: choose another, or go on with it by POST /v1/runs/{run_id}/resume"
+            raise RequestRefused(409, "run_exists", message, "run_id")
         paths = create_run_folder(self._runs.runs, loaded, request.run_id, datetime.fromtimestamp(self._clock()))
         create_run(paths, {"steps": loaded.config.trainer.steps, "started_at": self._clock()})
         self._remember(key, request, paths.run_id)
@@ -215,19 +218,38 @@ class Runs:
             raise RequestRefused(404, "not_found", f"there is no run {run_id!r}")
         return paths
 
-    def _load(self, request: RunRequest) -> Loaded:
+    def _loaded(self, request: RunRequest) -> Loaded:
+        """One that can run. Raises RequestRefused with the key whose doing it is that it cannot."""
+        try:
+            loaded = self._load(request, request.overrides)
+            prove(loaded.config, this_machine(loaded.config.run.ray))
+            check_names(loaded.config)
+        except RequestRefused:
+            raise
+        except UserError as error:
+            raise RequestRefused(400, "invalid_config", str(error), self._at_fault(request)) from error
+        return loaded
+
+    def _at_fault(self, request: RunRequest) -> str:
+        """`overrides`, when the configuration is good without them."""
+        if request.overrides:
+            with contextlib.suppress(UserError):
+                self._loaded(request.model_copy(update={"overrides": ()}))
+                return "overrides"
+        return "config"
+
+    def _load(self, request: RunRequest, overrides: Sequence[str]) -> Loaded:
         if isinstance(request.config, str):
             path = below(self._configs, request.config)
             if path is None or not path.is_file():
                 known = sorted(file.name for file in self._configs.glob("*.yaml"))
-                raise RequestRefused(
-                    404, "unknown_config", f"there is no configuration {request.config!r}; known are {known}", "config"
-                )
-            return read_config(path, list(request.overrides))
+                message = f"there is no configuration {request.config!r}; known are {known}"
+                raise RequestRefused(404, "unknown_config", message, "config")
+            return _read(path, overrides)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.yaml"
             path.write_text(yaml.safe_dump(request.config))
-            return read_config(path, list(request.overrides))
+            return _read(path, overrides)
 
     def _start(self, paths: RunPaths) -> None:
         paths.log.mkdir(parents=True, exist_ok=True)
@@ -253,6 +275,14 @@ class Runs:
 
     def _key_file(self, key: str) -> Path:
         return self._runs.service.root / "keys" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
+def _read(path: Path, overrides: Sequence[str]) -> Loaded:
+    """Where the file is, is nothing to whoever sent it, or said its name."""
+    try:
+        return read_config(path, overrides)
+    except UserError as error:
+        raise ConfigError(str(error).replace(f"{path}: ", "")) from error
 
 
 def _found(item: Evaluation) -> dict[str, Any]:

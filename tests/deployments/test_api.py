@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -196,7 +197,85 @@ async def test_a_stream_says_what_the_whole_reply_says(here):
             said[choice["index"]] += choice["delta"].get("content", "")
     assert said == ["cba", "cba"] and chunks[-1]["choices"] == [] and chunks[-1]["usage"]["total_tokens"] > 0
     response = await here.post("/v1/completions", prompt="abc", stream=True)
-    assert [json.loads(event["data"])["choices"][0]["text"] for event in events_of(response.text)[:-1]] == ["cba"]
+    assert [json.loads(event["data"])["choices"][0]["text"] for event in events_of(response.text)[:-1]] == ["c", "b", "a", ""]
+
+
+def joined(text: str) -> dict[str, Any]:
+    """The chunks of a stream of text completions, as the reply that they make up."""
+    *events, done = events_of(text)
+    *chunks, last = [json.loads(event["data"]) for event in events]
+    assert done["data"] == "[DONE]" and last["choices"] == [] and all(chunk["usage"] is None for chunk in chunks)
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        (part,) = chunk["choices"]
+        choice = choices.setdefault(part["index"], {"index": part["index"], "text": "", "finish_reason": None})
+        assert choice["finish_reason"] is None, "nothing comes behind the end"
+        choice |= {"text": choice["text"] + part["text"], "finish_reason": part["finish_reason"]}
+        for key in ("prompt_token_ids", "token_ids"):
+            choice[key] = choice.get(key, []) + part[key]
+        for key, values in (part["logprobs"] or {}).items():
+            choice.setdefault("logprobs", {}).setdefault(key, []).extend(values)
+    head = {key: last[key] for key in ("object", "created", "model", "system_fingerprint")}
+    return head | {"choices": [choices[index] for index in sorted(choices)], "usage": last["usage"]}
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("echo", [True, False])
+async def test_the_chunks_of_a_stream_make_up_the_whole_reply(here, streams, echo):
+    here.backend.engine.streams = streams
+    body = {"prompt": ["abc", "de"], "n": 2, "logprobs": 2, "echo": echo, "return_token_ids": True, "stop": ["a"], "max_tokens": 5}
+    whole = (await here.post("/v1/completions", **body)).json()
+    streamed = joined((await here.post("/v1/completions", **body, stream=True, stream_options={"include_usage": True})).text)
+    assert streamed == {key: whole[key] for key in streamed}
+
+
+async def test_tokens_are_told_as_they_are_made_and_a_client_that_goes_frees_the_engine(here):
+    engine = here.backend.engine
+    engine.said = asyncio.Semaphore(1)
+    body = {"messages": [{"role": "user", "content": "abc"}], "n": 2, "stream": True}
+    async with listening(here.api) as url, httpx.AsyncClient(base_url=url) as client:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.aiter_lines()
+            deltas = []
+            async for line in lines:
+                deltas += [json.loads(line[6:])["choices"][0]] if line.startswith("data: ") else []
+                if len(deltas) == 2:
+                    break
+            assert [(each["index"], each["delta"]) for each in deltas] == [
+                (0, {"role": "assistant", "content": ""}), (1, {"role": "assistant", "content": ""})
+            ]  # fmt: skip
+            engine.said.release()
+            async for line in lines:
+                deltas += [json.loads(line[6:])["choices"][0]] if line.startswith("data: ") else []
+                if len(deltas) == 4:
+                    break
+            assert [(each["index"], each["delta"]["content"]) for each in deltas[2:]] == [(0, "c"), (1, "c")]
+            assert engine.streaming == 1
+        async with asyncio.timeout(5.0):
+            while engine.streaming:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_stream_that_fails_says_so_in_its_last_event(here):
+    here.backend.engine.breaks = [EngineError("the weights are broken")]
+    response = await here.post("/v1/completions", prompt="abc", stream=True)
+    *_, last = [json.loads(event["data"]) for event in events_of(response.text)]
+    assert last["error"]["code"] == "engine_error" and last["error"]["request_id"] == response.headers["x-request-id"]
+    here.backend.fault = EngineUnavailable("gone")
+    assert error_of(await here.post("/v1/completions", prompt="abc", stream=True), 503)["code"] == "engine_unavailable"
+
+
+async def test_a_stream_has_a_deadline_and_counts_while_it_lasts(tmp_path):
+    async with world(tmp_path, max_in_flight=1, deadline_s=0.3) as here:
+        here.backend.engine.said = asyncio.Semaphore(2)
+        asked = asyncio.create_task(here.post("/v1/completions", prompt="abc", stream=True))
+        async with asyncio.timeout(5.0):
+            while not here.backend.engine.streaming:
+                await asyncio.sleep(0.01)
+        assert error_of(await here.post("/v1/completions", prompt="a"), 429)["code"] == "too_many_requests"
+        *_, last = [json.loads(event["data"]) for event in events_of((await asked).text)]
+        assert last["error"]["code"] == "deadline" and here.backend.engine.streaming == 0
+        assert (await here.post("/v1/completions", prompt="a")).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -221,7 +300,7 @@ async def test_a_stream_says_what_the_whole_reply_says(here):
         ({"prompt": "a" * 200}, "prompt"),
         ({"prompt": [[False]]}, "prompt"),
         ({"prompt": "a", "n": True}, "n"),
-        ({"prompt": "\ud800"}, None),
+        ({"prompt": "\ud800"}, "prompt"),
         ({"prompt": ["a"] * 128, "n": 128}, "n"),
     ],
 )
@@ -241,11 +320,22 @@ async def test_a_wrong_completion_names_the_key(here, body, param):
         ("completions", b'{"prompt": {"a": 1}}', "prompt", "prompt: {'a': 1}: input should be a valid string"),
         ("completions", b'{"prompt": "a", "temprature": 1}', "temprature", "unknown key temprature; did you mean temperature?"),
         ("completions", b'{"prompt": "a", "best_of": 3}', "best_of", "best_of: 3 is not supported; leave it out"),
-        ("completions", 600 * b'{"a":' + b"1" + 600 * b"}", None, "lists and objects are nested deeper than 100"),
+        ("completions", 600 * b'{"a":' + b"1" + 600 * b"}", "a", "a: lists and objects are nested deeper than 100"),
+        ("completions", 1900 * b"[" + 1900 * b"]", None, "lists and objects are nested deeper than 100"),
+        ("completions", b'{"prompt": "a", "user": "\\ud800"}', "user", "user: a text holds half a surrogate pair"),
+        ("completions", b'{"prompt": "a", "stop": [' + 16 * b'"x",' + b'"x"]}', "stop", "stop: ['x', 'x'"),
+        ("completions", b'{"prompt": "a", "stop": "' + 257 * b"x" + b'"}', "stop", "stop: 'xxx"),
         ("completions", b"", None, "a JSON body is required"),
         ("completions", b"[]", None, "the body: []: input should be a valid dictionary"),
         ("completions", b"{", None, "the body is no JSON: "),
         ("chat/completions", b'{"messages": [{"content": "a"}]}', "messages.0.role", "messages.0.role: this key is required"),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "max_completion_tokens": 4}',
+         "max_completion_tokens", "max_completion_tokens: 4 stands beside max_tokens 3: say one of the two"),
+        ("chat/completions", b'{"messages": [{"role": "assistant", "content": null, "tool_calls": [{"id": "1"}]}]}',
+         "messages.0.tool_calls", "messages.0.tool_calls: [{'id': '1'}]: list should have at most 0 items"),
+        ("chat/completions", b'{"messages": [{"role": "tool", "tool_call_id": "1", "content": "a"}]}', "messages.0.tool_call_id",
+         "messages.0.tool_call_id: '1' is not supported"),
+        ("runs", b'{"config": {"student": 1}}', "config", "student: "),
         (
             "chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "messages.0.content",
             "messages.0.content: a part of type 'image_url' is not supported",
@@ -308,6 +398,33 @@ async def test_errors_have_one_form(here):
     response = await here.client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
     error_of(response, 400)
     assert error_of(await here.post("/v1/completions", prompt="a", model="m"), 404)["param"] == "model"
+
+
+@pytest.mark.parametrize(("given", "status"), [("bytes=99999999-", 416), ("bytes=x", 400), ("lines=1-2", 400)])
+async def test_a_range_that_is_not_there_is_refused_as_all_is(here, given, status):
+    response = await here.client.get("/dashboard/main.js", headers={"range": given})
+    error = error_of(response, status)
+    assert error["param"] == "range" and repr(given) in error["message"]
+    assert ("content-range" in response.headers) == (status == 416)
+
+
+async def test_a_service_that_ends_answers_what_it_has_begun_and_nothing_else(tmp_path):
+    ending = tmp_path / "ending"
+    async with world(tmp_path, GateRules(True, None, 4000, ending)) as here:
+        assert (await here.client.get("/healthz")).headers["x-in-flight"] == "0"
+        here.backend.engine.said = asyncio.Semaphore(0)
+        begun = asyncio.create_task(here.post("/v1/completions", prompt="abc", stream=True))
+        async with asyncio.timeout(5.0):
+            while not here.backend.engine.streaming:
+                await asyncio.sleep(0.01)
+        ending.touch()
+        refused = await here.post("/v1/completions", prompt="abc")
+        assert error_of(refused, 503)["code"] == "service_ending" and int(refused.headers["retry-after"]) > 0
+        assert (await here.client.get("/healthz")).headers["x-in-flight"] == "1"
+        for _ in range(4):
+            here.backend.engine.said.release()
+        assert (await begun).text.endswith("data: [DONE]\n\n")
+        assert (await here.client.get("/healthz")).headers["x-in-flight"] == "0"
 
 
 async def test_a_request_is_one_line_of_the_log(here, caplog):
@@ -443,7 +560,7 @@ async def test_an_evaluation_from_submission_to_artefacts(here):
     assert [event["event"] for event in events] == ["sample", "progress"] * 4 + ["done"]
     view = (await here.client.get(f"/v1/evals/{name}")).json()
     assert view["status"] == "done" and view["progress"] == {"done": 4, "total": 4} and view["weight_version"] == 7
-    assert set(view["results"]["words"]) == {"accuracy", "accuracy_all", "solved", "scored", "total", "pass@k"}
+    assert set(view["results"]["words"]) == {"accuracy", "accuracy_all", "solved", "scored", "done", "total", "pass@k"}
     assert (await here.client.get("/v1/evals")).json()["data"] == [view]
     rest = await here.client.get(f"/v1/evals/{name}/events", headers={"last-event-id": events[3]["id"]})
     assert events_of(rest.text) == events[4:]

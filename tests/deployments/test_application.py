@@ -90,18 +90,22 @@ class Service:
 def service(tmp_path_factory):
     from ray import serve
 
-    from deployments.application import own_cluster
+    from deployments import cluster
+    from deployments.application import claim, start_ray
     from pipeline.service.arguments import parse_arguments, settle
 
     made = Service(tmp_path_factory.mktemp("service"))
-    stop = own_cluster(settle(parse_arguments(made.arguments)))
+    settings = settle(parse_arguments(made.arguments))
+    lock = claim(settings)
+    start_ray(settings)
     try:
         made.deploy()
         yield made
     finally:
         made.client.close()
         serve.shutdown()
-        stop()
+        cluster.stop(settings.runs.service)
+        lock.release()
 
 
 def replica(name: str) -> int:
@@ -151,8 +155,30 @@ def test_the_official_client_completes(official):
     assert [choice.text for choice in again.choices] == [choice.text for choice in made.choices]
 
     parts = list(official.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    said = {choice.index: choice.text for part in parts for choice in part.choices}
-    assert said == {choice.index: choice.text for choice in made.choices} and parts[-1].usage == made.usage
+    said = [[choice.text for part in parts for choice in part.choices if choice.index == index] for index in range(4)]
+    assert ["".join(texts) for texts in said] == [choice.text for choice in made.choices] and parts[-1].usage == made.usage
+    assert max(len(text) for texts in said for text in texts) == 1, "a token of this student is a letter, and a chunk"
+
+
+def test_a_client_that_leaves_its_stream_frees_the_engine(service, official):
+    asked = {"model": "live", "prompt": ["ab"] * 4, "max_tokens": 60, "n": 128, "seed": 2}
+    whole = official.completions.create(**asked).usage.completion_tokens
+    before = generated(service)
+    with official.completions.create(**asked, stream=True) as stream:
+        assert next(iter(stream)).choices
+    made = generated(service) - before
+    assert 0 < made < whole / 2 and generated(service) - before == made, "it goes on for nobody"
+
+
+def generated(service) -> float:
+    """Tokens by now: the service asks its engine once a second."""
+    time.sleep(1.1)
+    return metric(service, "engine_generated_tokens")
+
+
+def metric(service, name: str) -> float:
+    (line,) = [line for line in service.client.get("/metrics").text.splitlines() if line.startswith(f"rollout_{name} ")]
+    return float(line.split()[1])
 
 
 def test_the_official_client_reads_scores_and_stops(official):
@@ -212,7 +238,7 @@ def test_an_evaluation_over_http_says_what_rollout_eval_says(service, capsys):
     capsys.readouterr()
     assert run(["eval", str(student), str(service.config), *overrides, "--json", "--runs-dir", str(service.runs)]) == 0
     found = json.loads(capsys.readouterr().out)["results"]["words"]
-    assert view["results"]["words"] == {key: found[key] for key in view["results"]["words"]}
+    assert view["results"]["words"] == {key: (found | {"done": 80})[key] for key in view["results"]["words"]}
 
 
 @pytest.mark.fault(34)
@@ -239,17 +265,28 @@ def test_requests_and_evaluations_outlive_the_engine_that_played_them(service):
     async def ask() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
             body = {"prompt": "abc", "max_tokens": 60, "seed": 3, "n": 16}
-            asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(8)]
+            bodies = [body | {"stream": True}] + [body] * 8
+            asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
             await asyncio.sleep(0.05)
             os.kill(replica("Models"), signal.SIGKILL)
             return await asyncio.gather(*asked)
 
-    replies = asyncio.run(ask())
+    streamed, *replies = asyncio.run(ask())
     assert [reply.status_code for reply in replies] == [200] * 8, [reply.text for reply in replies if reply.status_code != 200]
     assert len({json.dumps([choice["text"] for choice in reply.json()["choices"]]) for reply in replies}) == 1
+    assert said(streamed.text) == [choice["text"] for choice in replies[0].json()["choices"]], "a stream goes on where it was"
     view = service.done(name)
     assert view["status"] == "done" and view["results"]["slow"]["scored"] == 24, view
     everyone_once(service, name, 24, 1)
+
+
+def said(stream: str) -> list[str]:
+    """The texts of a stream's choices."""
+    chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    texts: dict[int, str] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return [texts[index] for index in sorted(texts)]
 
 
 def test_evaluations_outlive_the_replica_that_plays_them(service):

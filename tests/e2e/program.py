@@ -68,6 +68,10 @@ class Command:
     def send(self, sign: signal.Signals) -> None:
         self.process.send_signal(sign)
 
+    def send_all(self, sign: signal.Signals) -> None:
+        """To its whole process group, as a terminal does."""
+        os.killpg(self.process.pid, sign)
+
 
 class Program:
     """folder: outputs lie here, and `runs` under it. Every command gets this folder's runs."""

@@ -42,15 +42,15 @@ class Served:
     def serve(self, words: list[str]) -> Command:
         """Returns when it is ready."""
         self.command = self.program.start(*words[1:], f"port={self.port}", command=words[0])
-        wait_for(lambda: self._healthy(), READY_S, "the service", self.command)
+        wait_for(lambda: self.healthy(), READY_S, "the service", self.command)
         return self.command
 
     def ensure(self) -> None:
         """Whichever test comes first starts it."""
-        if not self._healthy():
+        if not self.healthy():
             self.serve(["serve", "run", "deployments:app", "run_id=r1"])
 
-    def _healthy(self) -> bool:
+    def healthy(self) -> bool:
         try:
             return self.client.get("/healthz").status_code == 200
         except httpx.TransportError:
@@ -193,12 +193,25 @@ def test_everything_is_killed_and_goes_on(served):
     assert completion(served, {"prompt": "say 1"})["weight_version"] == STEPS, "the newest weights are live"
 
 
+def test_a_service_whose_ray_has_died_comes_back_by_itself(served):
+    served.ensure()
+    items = [{"prompt": f"say {number}", "verifier": "patience:patient"} for number in range(40)]
+    name = served.client.post("/v1/evals", json={"datasets": [{"name": "outlives", "items": items}], "seed": 4}).json()["id"]
+    wait_for(lambda: served.read(f"/v1/evals/{name}")["progress"]["done"] >= 8, DONE_S, "some samples")
+    served.program.kill(served.program.find("gcs_server"))
+    wait_for(lambda: not served.healthy(), READY_S, "its end", served.command)
+    wait_for(served.healthy, READY_S, "its return", served.command)
+    wait_for(lambda: served.read(f"/v1/evals/{name}")["status"] == "done", DONE_S, "the evaluation")
+    assert sorted(json.loads(line)["ordinal"] for line in served.samples(name)) == list(range(40))
+    assert "is started again" in served.command.said().err
+
+
 def test_a_service_that_is_told_to_stop_leaves_nothing_behind(served):
     served.ensure()
     items = [{"prompt": f"say {number}", "verifier": "patience:patient"} for number in range(2000)]
     name = served.client.post("/v1/evals", json={"datasets": [{"name": "stopped", "items": items}]}).json()["id"]
     wait_for(lambda: served.read(f"/v1/evals/{name}")["progress"]["done"] >= 1, DONE_S, "some samples")
-    served.command.send(signal.SIGTERM)
+    served.command.send_all(signal.SIGTERM)
     done = served.command.done(timeout_s=STOPPED_S)
     assert done.code == 0 and "Traceback" not in done.err and "Abort" not in done.err, done
     wait_for(lambda: not served.program.processes(), STOPPED_S, "the end of all processes")

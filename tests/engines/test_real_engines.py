@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from functools import cache
 from pathlib import Path
 
@@ -127,6 +127,20 @@ async def test_generated_logprobs(
     assert {each.finish_reason for each in said} <= {"stop", "length"}
     assert all((each.token_ids[-1] == 2) == (each.finish_reason == "stop") for each in said)
     assert all(2 not in each.token_ids[:-1] for each in said)
+
+
+async def test_streams(kind: str, server: Launcher, models: list[Path]) -> None:
+    asked = requests(SETTINGS["generate greedy"])
+    async with engine(server, models[0]) as made:
+        whole = await made.generate(asked, Version())
+        pieces = [piece async for found in made.stream(asked, Version(), None) for piece in found]
+        async with aclosing(made.stream(asked, Version(), None)) as left:
+            assert await anext(left)
+        assert len(await made.generate(asked[:1], Version())) == 1
+    for completion in whole:
+        mine = [piece for piece in pieces if piece.request_id == completion.request_id]
+        assert [token for piece in mine for token in piece.token_ids.tolist()] == completion.token_ids.tolist()
+        assert mine[-1].finish_reason == completion.finish_reason and len(mine) > 1
 
 
 async def test_scored_logprobs(request: pytest.FixtureRequest, kind: str, server: Launcher, models: list[Path]) -> None:

@@ -1,4 +1,4 @@
-"""One small JSON protocol for every engine that runs in an environment of its own: info, generate, score, load.
+"""One small JSON protocol for every engine that runs in an environment of its own: info, generate, stream, score, load.
 
 Invariant: a call is served by one weight version, and its reply names it. Weights are loaded while no call runs; a call that wants
 another version than the one held is answered 409 with the version held, and never waits for weights.
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 OK, CONFLICT, REFUSED, FAILED = 200, 409, 422, 500
@@ -47,6 +47,10 @@ class Backend(Protocol):
 
     async def generate(self, request: Json) -> Json:
         """{prompt, temperature, top_p, top_k, max_tokens, seed, stop_ids} -> {token_ids, logprobs}."""
+        ...
+
+    def stream(self, request: Json) -> AsyncIterator[list[int]]:
+        """The token ids of such a request, as they are made. To cancel it ends the sequence."""
         ...
 
     async def score(self, token_ids: list[int], start: int, top_k: int) -> Json:
@@ -131,23 +135,29 @@ class EngineServer:
             routes=[
                 Route("/info", self.info),
                 Route("/generate", self.generate, methods=["POST"]),
+                Route("/stream", self.stream, methods=["POST"]),
                 Route("/score", self.score, methods=["POST"]),
                 Route("/load", self.load, methods=["POST"]),
             ]
         )
 
-    async def info(self, request: Request) -> JSONResponse:
+    async def info(self, request: Request) -> Response:
         return await self._answer(self._info())
 
-    async def generate(self, request: Request) -> JSONResponse:
+    async def generate(self, request: Request) -> Response:
         body = await request.json()
         return await self._answer(self._cancelled_with(request, self._generate(body)))
 
-    async def score(self, request: Request) -> JSONResponse:
+    async def stream(self, request: Request) -> Response:
+        """A line {version}, a line {id, token_ids} of each piece of each sequence, and a line {} behind the last."""
+        lines = self._stream(await request.json())
+        return await self._answer(anext(lines), lambda first: StreamingResponse(_chained(first, lines)))
+
+    async def score(self, request: Request) -> Response:
         body = await request.json()
         return await self._answer(self._cancelled_with(request, self._score(body)))
 
-    async def load(self, request: Request) -> JSONResponse:
+    async def load(self, request: Request) -> Response:
         return await self._answer(self._load(await request.json()))
 
     async def _info(self) -> Json:
@@ -171,6 +181,26 @@ class EngineServer:
         self._generated_tokens += sum(len(reply["token_ids"]) for reply in replies)
         ids = [request["id"] for request in body["requests"]]
         return {"version": version, "completions": [{"id": i, **reply} for i, reply in zip(ids, replies, strict=True)]}
+
+    async def _stream(self, body: Json) -> AsyncIterator[Json]:
+        async with self._gate.call(body["minimum"], body["exact"]) as version:
+            yield {"version": version}
+            said: asyncio.Queue[Json | None] = asyncio.Queue()
+            work = asyncio.ensure_future(_all(self._say(request, said) for request in body["requests"]))
+            work.add_done_callback(lambda _: said.put_nowait(None))
+            try:
+                while (piece := await said.get()) is not None:
+                    yield piece
+                await work
+                yield {}
+            finally:
+                work.cancel()
+                await asyncio.wait({work})
+
+    async def _say(self, request: Json, said: asyncio.Queue[Json | None]) -> None:
+        async for token_ids in self._backend.stream(request):
+            self._generated_tokens += len(token_ids)
+            said.put_nowait({"id": request["id"], "token_ids": token_ids})
 
     async def _score(self, body: Json) -> Json:
         async with self._gate.call(body["minimum"], body["exact"]) as version:
@@ -207,15 +237,21 @@ class EngineServer:
             raise OtherVersion("the weights changed meanwhile")
         return task.result()
 
-    async def _answer(self, work: Awaitable[Json]) -> JSONResponse:
+    async def _answer(self, work: Awaitable[Json], respond: Callable[[Json], Response] = JSONResponse) -> Response:
         try:
-            return JSONResponse(await work)
+            return respond(await work)
         except OtherVersion as error:
             return JSONResponse({"error": str(error), "version": self._gate.version}, CONFLICT)
         except (Refused, KeyError) as error:
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, REFUSED)
         except Exception as error:
             return JSONResponse({"error": f"{type(error).__name__}: {error}".splitlines()[0]}, FAILED)
+
+
+async def _chained(first: Json, lines: AsyncIterator[Json]) -> AsyncIterator[str]:
+    yield json.dumps(first) + "\n"
+    async for line in lines:
+        yield json.dumps(line) + "\n"
 
 
 async def _disconnected(request: Request) -> None:

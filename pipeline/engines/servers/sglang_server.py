@@ -14,6 +14,7 @@ import sys
 import time
 import types
 import uuid
+from collections.abc import AsyncIterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -114,9 +115,9 @@ class Sglang:
         self._manager = self._engine.tokenizer_manager
         self.vocab_size: int = self._manager.model_config.vocab_size
 
-    async def generate(self, request: Json) -> Json:
+    def _params(self, request: Json) -> Json:
         greedy = request["temperature"] == 0
-        params = {
+        return {
             "temperature": request["temperature"],
             "top_p": 1.0 if greedy else request["top_p"],
             "top_k": -1 if greedy or not request["top_k"] else request["top_k"],
@@ -124,7 +125,9 @@ class Sglang:
             "stop_token_ids": request["stop_ids"],
             "sampling_seed": request["seed"] % 2**31,
         }
-        reply = await self._run(request["prompt"], params)
+
+    async def generate(self, request: Json) -> Json:
+        reply = await self._run(request["prompt"], self._params(request))
         reason = (reply["meta_info"]["finish_reason"] or {}).get("type")
         if reason not in ("stop", "length"):
             raise RuntimeError(f"SGLang ended a sequence with {reason!r}")
@@ -133,6 +136,20 @@ class Sglang:
         if token_ids != list(reply["output_ids"]):
             raise RuntimeError("SGLang's logprobs are of other tokens than it says")
         return {"token_ids": token_ids, "logprobs": [logprob for logprob, *_ in pairs]}
+
+    async def stream(self, request: Json) -> AsyncIterator[list[int]]:
+        """Each of SGLang's replies says all tokens so far."""
+        ident, known = uuid.uuid4().hex, 0
+        asked = {"input_ids": request["prompt"], "sampling_params": self._params(request), "rid": ident, "stream": True}
+        try:
+            async for reply in await self._engine.async_generate(**asked):
+                fresh, known = list(reply["output_ids"][known:]), len(reply["output_ids"])
+                yield fresh
+        except (asyncio.CancelledError, GeneratorExit):
+            self._manager.abort_request(rid=ident)
+            raise
+        except ValueError as error:
+            raise Refused(str(error)) from error
 
     async def score(self, token_ids: list[int], start: int, top_k: int) -> Json:
         params = {"temperature": 1.0, "max_new_tokens": 0}

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import uuid
+from collections.abc import AsyncIterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,11 @@ class Vllm:
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings | args.engine_args), start_engine_loop=True)
         self.vocab_size: int = self._engine.model_config.get_vocab_size()
 
-    async def generate(self, request: Json) -> Json:
+    def _params(self, request: Json, **more: Any) -> Any:
         from vllm import SamplingParams
 
         greedy = request["temperature"] == 0
-        params = SamplingParams(
+        return SamplingParams(
             temperature=request["temperature"],
             top_p=1.0 if greedy else request["top_p"],
             top_k=0 if greedy else request["top_k"],
@@ -81,15 +82,27 @@ class Vllm:
             seed=request["seed"] % 2**63,
             stop_token_ids=request["stop_ids"],
             ignore_eos=True,
-            logprobs=0,
             detokenize=False,
+            **more,
         )
-        said = (await self._last(request["prompt"], params)).outputs[0]
+
+    async def generate(self, request: Json) -> Json:
+        said = (await self._last(request["prompt"], self._params(request, logprobs=0))).outputs[0]
         token_ids = list(said.token_ids)
         if said.finish_reason not in ("stop", "length") or said.logprobs is None:
             raise RuntimeError(f"vLLM ended a sequence with {said.finish_reason!r}")
         pairs = zip(token_ids, said.logprobs, strict=True)
         return {"token_ids": token_ids, "logprobs": [entry[token].logprob for token, entry in pairs]}
+
+    async def stream(self, request: Json) -> AsyncIterator[list[int]]:
+        from vllm.sampling_params import RequestOutputKind
+
+        params = self._params(request, output_kind=RequestOutputKind.DELTA)
+        try:
+            async for output in self._engine.generate({"prompt_token_ids": request["prompt"]}, params, uuid.uuid4().hex):
+                yield list(output.outputs[0].token_ids)
+        except ValueError as error:
+            raise Refused(str(error)) from error
 
     async def score(self, token_ids: list[int], start: int, top_k: int) -> Json:
         from vllm import SamplingParams

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,19 @@ class TorchBackend:
         finally:
             self.generating -= 1
         return {"token_ids": said.token_ids.tolist(), "logprobs": said.logprobs.tolist()}
+
+    async def stream(self, request: dict[str, Any]) -> AsyncIterator[list[int]]:
+        sampling = Sampling(request["temperature"], request["top_p"], request["top_k"], request["max_tokens"])
+        asked = GenerateRequest("0", np.asarray(request["prompt"], np.int32), sampling, request["seed"])
+        self.generating += 1
+        try:
+            async with aclosing(self._engine.stream([asked], Version(), None)) as stream:
+                async for pieces in stream:
+                    for piece in pieces:
+                        yield piece.token_ids.tolist()
+                    await self.go_on.wait()
+        finally:
+            self.generating -= 1
 
     async def score(self, token_ids: list[int], start: int, top_k: int) -> dict[str, Any]:
         signal = "topk" if top_k else "sampled"

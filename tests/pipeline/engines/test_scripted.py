@@ -103,3 +103,31 @@ async def test_a_fixed_cost_teacher_takes_its_time_one_call_after_another() -> N
     assert (await teacher.info()).scored_rows == 6
     with pytest.raises(RowRefused, match="row bad"):
         await teacher.score([ScoreRow("bad", np.array([1, 64], np.int32), 1)])
+
+
+async def test_a_stream_takes_the_scripts_time_token_by_token() -> None:
+    engine = scripted(tokens=5, tokens_by_ordinal={2: 0}, seconds=10.0)
+    loop = asyncio.get_running_loop()
+    began, heard = loop.time(), []
+    async for pieces in engine.stream(group(0, 2), Version(), 1):
+        heard += [(round(loop.time() - began, 3), piece) for piece in pieces]
+    whole = await engine.generate(group(0, 2), Version())
+    for completion in whole:
+        mine = [(at, piece) for at, piece in heard if piece.request_id == completion.request_id]
+        assert [at for at, _ in mine] == [2.0, 4.0, 6.0, 8.0, 10.0] and [piece.start for _, piece in mine] == [0, 1, 2, 3, 4]
+        assert [token for _, piece in mine for token in piece.token_ids] == completion.token_ids.tolist()
+        assert [piece.finish_reason for _, piece in mine] == [None] * 4 + ["stop"]
+        assert all(piece.scores.topk_ids.shape == (1, 1) for _, piece in mine)
+    (empty,) = [piece async for pieces in engine.stream(group(2, 1), Version(), 1) for piece in pieces]
+    assert (len(empty.token_ids), empty.finish_reason, empty.scores) == (0, "stop", None)
+
+
+async def test_a_stream_plays_faults_and_ends_with_its_listener() -> None:
+    engine = scripted(tokens=4, seconds=4.0, fail_by_ordinal={1: "EngineUnavailable"})
+    stream = engine.stream(group(0), Version(), None)
+    assert len(await anext(stream)) == 4 and (await engine.info()).active == 4
+    await stream.aclose()
+    assert (await engine.info()).active == 0
+    with pytest.raises(EngineUnavailable):
+        async for _ in engine.stream(group(1), Version(), None):
+            pass

@@ -221,6 +221,49 @@ async def test_a_version_that_is_never_published_is_a_swap_time_out(folder: Path
             await engine.generate(requests(folder, 1), Version(4))
 
 
+async def test_a_stream_says_what_a_call_says_as_it_is_made(folder: Path) -> None:
+    asked = requests(folder, 5)
+    async with standin(folder) as server, served(folder, server) as engine:
+        whole = await engine.generate(asked, Version())
+        server.backend.go_on.clear()
+        stream = engine.stream(asked, Version(), None)
+        pieces = await anext(stream)
+        assert {piece.start for piece in pieces} == {0} and server.backend.generating == 5
+        server.backend.go_on.set()
+        pieces += [piece async for found in stream for piece in found]
+    for completion in whole:
+        mine = [piece for piece in pieces if piece.request_id == completion.request_id]
+        assert [token for piece in mine for token in piece.token_ids] == completion.token_ids.tolist()
+        assert [piece.finish_reason for piece in mine] == [None] * (len(mine) - 1) + [completion.finish_reason]
+        assert [piece.start for piece in mine] == np.cumsum([0, *(len(piece.token_ids) for piece in mine[:-1])]).tolist()
+
+
+async def test_a_stream_that_nobody_hears_ends_in_the_server_and_a_version_is_waited_for(folder: Path) -> None:
+    async with standin(folder) as server, served(folder, server, swap_timeout_s=0.2) as engine:
+        server.backend.go_on.clear()
+        stream = engine.stream(requests(folder, 2), Version(), None)
+        await anext(stream)
+        await stream.aclose()
+        await wait_for(lambda: server.backend.generating == 0 and not server.gate.running)
+        with pytest.raises(SwapTimeout, match="at least 4"):
+            await anext(engine.stream(requests(folder, 1), Version(4), None))
+
+
+async def test_weights_that_end_a_stream_begin_it_anew(folder: Path, other: Path, tmp_path: Path) -> None:
+    weights = WeightStore(tmp_path / "weights")
+    publish(weights, 1, folder)
+    async with standin(folder) as server, served(folder, server, weights=weights, swap="abort") as engine:
+        server.backend.go_on.clear()
+        stream = engine.stream(requests(folder, 1), Version(), None)
+        assert [piece.weight_version for piece in await anext(stream)] == [1]
+        publish(weights, 2, other)
+        later = asyncio.create_task(engine.generate(requests(folder, 1), Version(2)))
+        await wait_for(lambda: len(server.backend.loads) == 2)
+        server.backend.go_on.set()
+        (first, *_) = [piece async for found in stream for piece in found if piece.weight_version == 2]
+        assert first.start == 0 and (await later)[0].weight_version == 2
+
+
 async def test_what_nobody_waits_for_ends_in_the_server(folder: Path) -> None:
     async with standin(folder) as server, served(folder, server) as engine:
         server.backend.go_on.clear()

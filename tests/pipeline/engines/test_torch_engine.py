@@ -4,7 +4,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -311,6 +311,55 @@ async def test_a_cancelled_call_makes_room_and_a_closed_engine_says_so(folder: P
             await left
         with pytest.raises(EngineError, match="closed"):
             await made.generate(endless, Version())
+
+
+async def test_a_stream_says_what_a_call_says_token_by_token(folder: Path) -> None:
+    asked = requests(folder, 6, Sampling(temperature=1.3, max_tokens=12))
+    async with engine(folder) as made:
+        whole = await made.generate(asked, Version())
+        rows = [
+            ScoreRow(c.request_id, np.concatenate([r.prompt, c.token_ids]), len(r.prompt))
+            for r, c in zip(asked, whole, strict=True)
+        ]
+        scored = await made.score(rows, "topk", 2)
+        beside = asyncio.create_task(made.generate(asked, Version()))
+        pieces = [piece async for found in made.stream(asked, Version(), 2) for piece in found]
+        assert [each.token_ids.tolist() for each in await beside] == [each.token_ids.tolist() for each in whole]
+    for completion, row in zip(whole, scored, strict=True):
+        mine = [piece for piece in pieces if piece.request_id == completion.request_id]
+        assert [(piece.start, len(piece.token_ids)) for piece in mine] == [(place, 1) for place in range(len(completion.token_ids))]
+        assert np.concatenate([piece.token_ids for piece in mine]).tolist() == completion.token_ids.tolist()
+        assert [piece.finish_reason for piece in mine] == [None] * (len(mine) - 1) + [completion.finish_reason]
+        np.testing.assert_allclose(np.concatenate([piece.scores.logprobs for piece in mine]), row.logprobs, atol=1e-4)
+        np.testing.assert_allclose(np.concatenate([piece.scores.topk_logprobs for piece in mine]), row.topk_logprobs, atol=1e-4)
+    order = [piece.request_id for piece in pieces]
+    assert order[:2] == [asked[0].request_id, asked[1].request_id], "sequences of one call are told side by side"
+
+
+async def test_a_stream_that_nobody_hears_makes_room(folder: Path) -> None:
+    async with engine(folder, slots=1, swap_timeout_s=0.2) as made:
+        long = [GenerateRequest(f"{i}", np.full(3, 7, np.int32), Sampling(max_tokens=40), i) for i in range(400)]
+        stream = made.stream(long, Version(), None)
+        assert (await anext(stream))[0].start == 0
+        await stream.aclose()
+        (completion,) = await made.generate(requests(folder, 1, GREEDY), Version())
+        assert len(completion.token_ids) and (await made.info()).generated_tokens < 400
+        with pytest.raises(SwapTimeout, match="exactly 5"):
+            await anext(made.stream(long[:1], Version(exact=5), None))
+
+
+async def test_a_stream_begins_anew_with_weights_that_end_it(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    constant_model(old, 6)
+    constant_model(new, 9)
+    store = WeightStore(tmp_path / "weights")
+    publish(store, 0, old)
+    long = [GenerateRequest(f"{i}", np.full(3, 8, np.int32), Sampling(0.0, max_tokens=40), i) for i in range(400)]
+    async with engine(old, store, swap="abort", slots=1) as made, aclosing(made.stream(long, Version(), None)) as stream:
+        assert {token for piece in await anext(stream) for token in piece.token_ids.tolist()} == {6}
+        publish(store, 1, new)
+        fresh = await anext(piece async for found in stream for piece in found if piece.weight_version == 1)
+    assert (fresh.request_id, fresh.start) == ("0", 0) and set(fresh.token_ids.tolist()) == {9}
 
 
 async def test_draws_follow_the_distribution(folder: Path) -> None:

@@ -101,7 +101,7 @@ async def test_a_job_is_queued_played_and_summed_up(tmp_path):
         view = jobs.view("e0")
     assert view["status"] == "done" and view["weight_version"] == VERSION and view["error"] is None and view["valid"] is True
     assert view["results"]["words"] == {
-        "accuracy": 1.0, "accuracy_all": 1.0, "solved": 2, "scored": 2, "total": 2, "pass@k": {"2": 1.0}
+        "accuracy": 1.0, "accuracy_all": 1.0, "solved": 2, "scored": 2, "done": 2, "total": 2, "pass@k": {"2": 1.0}
     }  # fmt: skip
     assert view["results"]["hard"]["accuracy"] == 0.0
     assert [event["event"] for event in events] == ["sample", "progress"] * 4 + ["done"]
@@ -122,7 +122,8 @@ async def test_partial_results_and_progress_are_seen_while_it_runs(tmp_path):
         await asyncio.sleep(2.5 * SECONDS)
         view = jobs.view("e0")
         assert view["status"] == "running" and view["progress"] == {"done": 2, "total": 4}
-        assert {name: figures["total"] for name, figures in view["results"].items()} == {"words": 1, "hard": 1}
+        found = {name: (figures["done"], figures["total"], figures["accuracy_all"]) for name, figures in view["results"].items()}
+        assert found == {"words": (1, 2, 1.0), "hard": (1, 2, 0.0)}
         assert view["results"]["words"]["accuracy"] == 1.0 and view["valid"] is None
 
 
@@ -228,7 +229,10 @@ async def test_a_running_job_is_cancelled_and_keeps_what_it_found(tmp_path):
         await asyncio.sleep(1.5 * SECONDS)
         view = await jobs.cancel("e0")
         assert (view["status"], view["progress"]) == ("cancelled", {"done": 1, "total": 4})
-        assert view["results"]["words"]["total"] == 1
+        assert {name: (found["done"], found["total"]) for name, found in view["results"].items()} == {
+            "words": (1, 2),
+            "hard": (0, 2),
+        }
         with pytest.raises(RequestRefused, match="is cancelled already") as caught:
             await jobs.cancel("e0")
         assert caught.value.status == 409

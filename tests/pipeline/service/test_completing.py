@@ -56,14 +56,14 @@ async def test_the_text_ends_before_a_stop_and_the_tokens_with_it(engine):
 
 
 @given(st.text(alphabet="ab", max_size=12), st.lists(st.text(alphabet="ab", min_size=1, max_size=3), max_size=3))
-def test_a_stop_is_found_where_it_first_stands(text, stops):
-    def decode(tokens):
-        return "".join(tokens)
-
-    found, count, stopped = cut_at(list(text), stops, decode)
-    places = [text.find(stop) for stop in stops if stop in text]
-    assert stopped == bool(places) and found == (text[: min(places)] if places else text)
-    assert any(decode(text[:count]).endswith(stop) for stop in stops) if stopped else count == len(text)
+def test_a_text_ends_by_the_stop_that_is_said_first(text, stops):
+    found, count, stopped = cut_at(list(text), stops, "".join)
+    said = [text[:end] for end in range(len(text) + 1) if text[:end].endswith(tuple(stops))]
+    if not said:
+        assert (found, count, stopped) == (text, len(text), False)
+        return
+    longest = max((stop for stop in stops if said[0].endswith(stop)), key=len)
+    assert (found, count, stopped) == (said[0].removesuffix(longest), len(said[0]), True)
 
 
 async def test_echo_scores_the_prompt_but_for_its_first_token(engine):

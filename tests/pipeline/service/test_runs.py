@@ -17,7 +17,7 @@ from pipeline.buffer.reader import read_status
 from pipeline.buffer.service import BufferService
 from pipeline.buffer.settings import BufferSettings
 from pipeline.config.loading import read_config
-from pipeline.errors import ConfigError, RequestRefused
+from pipeline.errors import RequestRefused
 from pipeline.observe.evaluations import conversations
 from pipeline.paths import RunPaths, SharedPaths
 from pipeline.service.runs import STARTING_S, RunRequest, Runs
@@ -91,15 +91,28 @@ def test_a_run_has_its_folder_before_its_process(world):
 
 
 def test_what_cannot_run_leaves_nothing(world):
-    for changes, fault in [
-        ({"config": "../c.yaml"}, RequestRefused),
-        ({"config": "none.yaml"}, RequestRefused),
-        ({"config": {"student": {}}}, ConfigError),
-        ({"overrides": ["trainer.stps=1"]}, ConfigError),
+    for changes, status, param in [
+        ({"config": "../c.yaml"}, 404, "config"),
+        ({"config": "none.yaml"}, 404, "config"),
+        ({"config": {"student": {}}}, 400, "config"),
+        ({"overrides": ["trainer.stps=1"]}, 400, "overrides"),
+        ({"config": {"student": {}}, "overrides": ["trainer.stps=1"]}, 400, "config"),
     ]:
-        with pytest.raises(fault):
+        with pytest.raises(RequestRefused) as caught:
             world.runs.submit(request(**changes), "k")
+        assert (caught.value.status, caught.value.param) == (status, param) and "/tmp" not in caught.value.message.partition(":")[0]
     assert world.launched == [] and world.runs.views() == []
+
+
+@pytest.mark.fault(35)
+def test_a_run_id_is_given_once(world):
+    world.runs.submit(request(), "k")
+    named = world.config | {"run": {"id": "r1"}, "datasets": {"words": {"generator": "spell_backward", "size": 50}}}
+    for asked in (request(), request(run_id=None, config=named)):
+        with pytest.raises(RequestRefused, match="POST /v1/runs/r1/resume") as caught:
+            world.runs.submit(asked, "another")
+        assert (caught.value.status, caught.value.param) == (409, "run_id")
+    assert len(world.launched) == 1
 
 
 def test_a_configuration_may_come_with_the_request(world):
