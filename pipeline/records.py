@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pipeline.pickling import by_fields
+
 NOBODY, STUDENT, TEACHER = 0, 1, 2
 """Executor of a token: prompt or environment, the student model, the teacher model."""
 
@@ -22,6 +24,7 @@ GroupState = Literal["pending", "running", "written", "ready", "consumed", "trai
 GROUP_STATES: tuple[GroupState, ...] = ("pending", "running", "written", "ready", "consumed", "trained", "dropped")
 
 
+@by_fields
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are drawn in one call of an engine."""
@@ -34,6 +37,7 @@ class Sampling:
     """New tokens a call (a turn)."""
 
 
+@by_fields
 @dataclass(frozen=True, slots=True)
 class Stopping:
     """When an episode ends, whatever the model says."""
@@ -46,6 +50,7 @@ class Stopping:
     """The same action this many times in a row ends the episode as a loop."""
 
 
+@by_fields
 @dataclass(frozen=True, slots=True)
 class Task:
     """One problem at one ordinal of the stream: a pure function of (configuration, seed, ordinal)."""
@@ -73,6 +78,7 @@ class Task:
     """JSON-able; the verifier's own input."""
 
 
+@by_fields
 @dataclass(frozen=True, slots=True)
 class StepContext:
     """Per-step values, carried in the call and never in process state."""
@@ -88,6 +94,7 @@ class StepContext:
     t_max: int = 0
 
 
+@by_fields
 @dataclass(slots=True)
 class Sample:
     """One episode of a task. Arrays are of length T = len(token_ids)."""

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from pipeline.pickling import by_fields
 from pipeline.records import Column, Group, Sample
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Assignment:
     """Current state of the ordinal: a repeated `assign` shows what is already there."""
 
 
+@by_fields
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """Permission to roll out an ordinal once; only the newest one may commit."""

@@ -10,11 +10,13 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from pipeline.pickling import by_fields
 from pipeline.records import Sampling
 
 Signal = Literal["sampled", "topk", "full"]
 
 
+@by_fields
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     request_id: str
@@ -26,6 +28,7 @@ class GenerateRequest:
     """The same (weights, prompt, sampling, seed) give the same tokens, whatever shares the batch."""
 
 
+@by_fields
 @dataclass(frozen=True, slots=True)
 class Completion:
     request_id: str
@@ -62,6 +65,7 @@ class ScoredRow:
     """float32 [T - start, V]."""
 
 
+@by_fields
 @dataclass(frozen=True, slots=True)
 class Version:
     """Which weights a call wants: at least `minimum`, or exactly `exact`."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import ResourcePart, SandboxPart, Spec, StoppingPart
 from pipeline.errors import ConfigError
+from pipeline.pickling import by_fields
 
 GPU_UNIT, CPU_UNIT, MEMORY_UNIT, CUSTOM_UNIT = 10_000, 1_000, 1_024, 1_000
 """Whole units in one GPU, one CPU, one GB of memory, and one of a custom resource."""
@@ -79,6 +80,7 @@ class NodeSpec:
     custom: tuple[tuple[str, float], ...] = ()
 
 
+@by_fields
 @dataclass(frozen=True, slots=True)
 class PlacementToken:
     """The right of one sample to run on one node, held from init until its cleanup has ended."""

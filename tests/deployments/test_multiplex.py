@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 
+import numpy as np
 import pytest
 
-from deployments.multiplex import GATHER_S, Multiplexer, answers
+from deployments.multiplex import GATHER_S, Multiplexer, answers, pack
+from pipeline.engines.base import Completion
 from pipeline.errors import StageFailed
 
 pytestmark = pytest.mark.looptime
@@ -104,3 +107,25 @@ async def test_a_request_that_ends_too_early_is_an_error_for_those_it_left_out()
 
     with pytest.raises(ConnectionError, match="without an answer"):
         await Multiplexer(carry).call(1)
+
+
+async def test_arrays_of_every_kind_arrive_as_they_were_and_can_be_written_to():
+    sent = [
+        np.arange(5, dtype=np.int32),
+        np.arange(5, dtype=">f4"),
+        np.arange(10, dtype=np.uint8)[::3],
+        np.empty(0, np.float32),
+        np.arange(6).reshape(2, 3),
+        np.array(7),
+        np.array(["text"]),
+    ]
+    for array, arrived in zip(sent, pickle.loads(pack(sent)), strict=True):
+        assert (arrived.dtype, arrived.shape, arrived.tolist()) == (array.dtype, array.shape, array.tolist())
+        assert arrived.flags.writeable
+
+
+async def test_a_record_arrives_with_its_fields():
+    sent = Completion("3.1.0", np.array([4, 5], np.int32), np.array([np.nan, -1.0], np.float32), "stop", 6)
+    arrived = pickle.loads(pack([sent]))[0]
+    assert (arrived.request_id, arrived.finish_reason, arrived.weight_version) == ("3.1.0", "stop", 6)
+    assert arrived.token_ids.tolist() == [4, 5] and np.isnan(arrived.logprobs).tolist() == [True, False]
