@@ -148,4 +148,5 @@ class Agent(Protocol):
         """The reward, or None when it cannot be said."""
         ...
 
-    async def cleanup(self, episode: Episode) -> None: ...
+    cleanup: Callable[[Episode], Awaitable[None]] | None
+    """None: nothing outside of this process is ever opened."""

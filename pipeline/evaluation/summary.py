@@ -92,5 +92,5 @@ def versions_of(samples: Sequence[Sample]) -> list[int]:
     """Weight versions that made any token, ascending."""
     found: set[int] = set()
     for sample in samples:
-        found.update(int(version) for version in np.unique(sample.versions) if version >= 0)
-    return sorted(found)
+        found.update(sample.versions.tolist())
+    return sorted(version for version in found if version >= 0)

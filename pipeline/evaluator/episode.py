@@ -102,7 +102,7 @@ async def _within(phase: str, seconds: float, work: Awaitable[T]) -> T:
 
 async def _cleanup(agent: Agent | None, episode: Episode, seconds: float) -> BaseException | None:
     """Runs to its end or deadline in a task of its own; a cancellation that arrives meanwhile stays on record in the caller's."""
-    if agent is None:
+    if agent is None or agent.cleanup is None:
         return None
     task = asyncio.create_task(_within("cleanup", seconds, agent.cleanup(episode)), name="cleanup")
     while not task.done():
