@@ -73,4 +73,11 @@ def read_summary(folder: Path, evaluation_id: str) -> dict[str, Any] | None:
 
 
 def _lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    write_whole(path, "".join(json.dumps(jsonable(record)) + "\n" for record in records))
+    write_whole(path, "".join(_line(record) + "\n" for record in records))
+
+
+def _line(record: dict[str, Any]) -> str:
+    try:
+        return json.dumps(record, allow_nan=False)
+    except (TypeError, ValueError):  # what most records hold nothing of: looking at each value costs more than writing it
+        return json.dumps(jsonable(record))
