@@ -6,6 +6,7 @@ none of it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -38,6 +39,8 @@ class CommitWitness:
     def __init__(self, buffer: Any, path: Path) -> None:
         self._buffer, self._path = buffer, path
         self._encoders = ThreadPoolExecutor(contents.ENCODERS, "encoder")
+        self._facts: list[dict[str, Any]] = []
+        self._written: asyncio.Future[None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._buffer, name)
@@ -46,8 +49,27 @@ class CommitWitness:
         encoded = await contents.encode(group, self._encoders)
         new = await self._buffer.commit(attempt, encoded)
         digest = encoded.rows.sha256
-        append_line(self._path, ordinal=attempt.ordinal, attempt=attempt.number, epoch=attempt.epoch, sha256=digest)
+        facts = {"ordinal": attempt.ordinal, "attempt": attempt.number, "epoch": attempt.epoch, "sha256": digest}
+        await asyncio.shield(self._said(facts))
         return new
+
+    def _said(self, facts: dict[str, Any]) -> asyncio.Future[None]:
+        """Acknowledgements come many at a time: their lines are one write."""
+        self._facts.append(facts)
+        if self._written is None:
+            loop = asyncio.get_running_loop()
+            self._written = loop.create_future()
+            loop.call_soon(self._write, self._written)
+        return self._written
+
+    def _write(self, written: asyncio.Future[None]) -> None:
+        facts, self._facts, self._written = self._facts, [], None
+        try:
+            append_lines(self._path, facts)
+        except OSError as error:
+            written.set_exception(error)
+        else:
+            written.set_result(None)
 
 
 class TrainWitness:
