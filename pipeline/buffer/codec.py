@@ -13,6 +13,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -31,6 +32,7 @@ ARRAYS: tuple[tuple[str, np.dtype], ...] = (
 """Per-token arrays of a sample, wide ones first so that every block starts aligned."""
 
 _SCALARS = tuple(f.name for f in fields(Sample) if f.name not in dict(ARRAYS))
+_scalars = attrgetter(*_SCALARS)
 _PREFIX = struct.Struct("<4sI")
 _MAGIC = b"RPB2"
 _ALIGN = 16
@@ -140,16 +142,12 @@ def _array_head(column: Column, name: str) -> dict[str, Any]:
     return {"name": name, "dtype": dtype, "tail": list(tail), "lengths": lengths}
 
 
-def _scalars(sample: Sample) -> dict[str, Any]:
-    return {name: getattr(sample, name) for name in _SCALARS}
-
-
 def _join_samples(head: dict[str, Any], samples: Sequence[Sample]) -> bytes:
     _check_arrays(samples)
     lengths = [len(sample.token_ids) for sample in samples]
     parts = _parts(lengths)
     packed = [_packed([getattr(sample, name) for sample in samples[part]], dtype) for part in parts for name, dtype in ARRAYS]
-    head |= {"samples": [_scalars(sample) for sample in samples], "lengths": lengths, "forms": [form for form, _ in packed]}
+    head |= {"samples": list(map(_scalars, samples)), "lengths": lengths, "forms": [form for form, _ in packed]}
     return _join(head, [block for _, blocks in packed for block in blocks])
 
 
@@ -195,8 +193,9 @@ def _samples(head: dict[str, Any], body: memoryview) -> tuple[Sample, ...]:
         for name, dtype in ARRAYS:
             unpacked[name], start = _unpacked(body, start, dtype, total, next(forms))
         at = 0
-        for scalars, length in zip(head["samples"][part], lengths[part], strict=True):
-            arrays = {name: values[at : at + length] for name, values in unpacked.items()}
+        for values, length in zip(head["samples"][part], lengths[part], strict=True):
+            scalars = dict(zip(_SCALARS, values, strict=True))
+            arrays = {name: array[at : at + length] for name, array in unpacked.items()}
             scalars["turns"] = tuple(scalars["turns"])
             samples.append(Sample(**scalars, **arrays))
             at += length
