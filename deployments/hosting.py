@@ -16,7 +16,7 @@ from typing import Any
 
 from deployments.calls import RemoteStage
 from deployments.multiplex import Answer, answers, calls_of
-from deployments.threads import take_turns
+from deployments.threads import keep_memory, take_turns
 from deployments.witness import append_line
 from pipeline.buffer.api import StageReport
 from pipeline.config.loading import read_config
@@ -45,6 +45,7 @@ class StageActor:
         self.paths = RunPaths(Path(root))
         log_to_file(self.paths, self.stage)
         take_turns()
+        keep_memory()
         self.log = logging.getLogger(self.stage)
         self.config: RunConfig = read_config(self.paths.config).config
         self.buffer = RemoteStage(self.paths.run_id, "replay_buffer")
