@@ -22,7 +22,7 @@ from deployments.calls import CALL_S, RemoteStage
 from deployments.hosting import OPTIONS
 from deployments.names import NAMESPACE, actor_name
 from deployments.replay_buffer import ReplayBuffer
-from deployments.threads import take_turns
+from deployments.threads import keep_memory, take_turns
 from deployments.witness import CommitWitness
 from pipeline.bench import buffer
 from pipeline.bench.buffer import Columns, Commits, Put, RawAppends, Shape, Side
@@ -57,6 +57,7 @@ def figures(folder: Path, shapes: Sequence[Shape] = buffer.SHAPES, rounds: int =
 
 async def _compare(paths: RunPaths, shapes: Sequence[Shape], rounds: int) -> dict[str, Any]:
     take_turns()  # as the evaluator pool's process does
+    keep_memory()
     options = OPTIONS | {"name": actor_name(paths.run_id, ReplayBuffer.stage), "namespace": NAMESPACE}
     actor = ray.remote(ReplayBuffer).options(**options).remote(str(paths.root), read_run_epoch(paths))
     await asyncio.wait_for(asyncio.wrap_future(actor.ready.remote().future()), START_S)

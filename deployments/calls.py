@@ -22,7 +22,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from deployments.multiplex import Answer, Call, Multiplexer, pack
+from deployments.multiplex import Answer, Call, Multiplexer, arguments, pack
 from deployments.names import NAMESPACE, actor_name
 from pipeline.errors import EngineUnavailable, RemoteTraceback, RolloutError, StageFailed
 
@@ -84,7 +84,7 @@ class RemoteStage:
         return call
 
     async def _carry(self, calls: list[Call]) -> AsyncIterator[list[Answer]]:
-        reference = self.handle().answer.remote(calls)
+        reference = self.handle().answer.remote(*arguments(calls))
         try:
             yield await asyncio.wait_for(asyncio.wrap_future(reference.future()), self._deadline_s)
         except TimeoutError as error:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from deployments.calls import RemoteStage
-from deployments.multiplex import Answer, Call, answers
-from deployments.threads import take_turns
+from deployments.multiplex import Answer, answers, calls_of
+from deployments.threads import keep_memory, take_turns
 from deployments.witness import append_line
 from pipeline.buffer.api import StageReport
 from pipeline.config.loading import read_config
@@ -46,6 +46,7 @@ class StageActor:
         self.paths = RunPaths(Path(root))
         log_to_file(self.paths, self.stage)
         take_turns()
+        keep_memory()
         self.log = logging.getLogger(self.stage)
         self.config: RunConfig = read_config(self.paths.config).config
         self.buffer = RemoteStage(self.paths.run_id, "replay_buffer")
@@ -66,9 +67,9 @@ class StageActor:
     async def ping(self) -> int:
         return os.getpid()
 
-    async def answer(self, calls: list[Call]) -> list[Answer]:
+    async def answer(self, *arguments: Any) -> list[Answer]:
         """Several calls (method, positional, keyword arguments) in one request; one that fails does not touch the others."""
-        return [answer async for part in answers(calls, self._call) for answer in part]
+        return [answer async for part in answers(calls_of(arguments), self._call) for answer in part]
 
     async def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return await getattr(self, method)(*args, **kwargs)

@@ -49,6 +49,8 @@ Carrier = Callable[[list[Call]], AsyncIterator[Sequence[Answer]]]
 GATHER_S = 0.002
 """After some answers the next wait this long for others, unless they are the last: sending costs both processes about a
 millisecond. One that comes alone goes at once."""
+ARGUMENT_BYTES = 96 * 1024
+REQUEST_BYTES = 1024 * 1024
 
 
 def pack(parts: Sequence[Any]) -> bytes:
@@ -58,6 +60,25 @@ def pack(parts: Sequence[Any]) -> bytes:
     pickler.dispatch_table = {np.ndarray: _array}
     pickler.dump(parts)
     return block.getvalue()
+
+
+def arguments(calls: Sequence[Call]) -> tuple[Any, ...]:
+    """Of the request that carries the calls. Ray puts an argument above ARGUMENT_BYTES into its object store, which for a moderate
+    one takes longer than what it is sent for; several smaller ones travel in the request itself."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(calls, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
+    if not ARGUMENT_BYTES < len(head) + sum(buffer.raw().nbytes for buffer in buffers) <= REQUEST_BYTES:
+        return (calls,)
+    block = pickle.dumps([head, *map(bytes, buffers)], pickle.HIGHEST_PROTOCOL)
+    return tuple(block[start : start + ARGUMENT_BYTES] for start in range(0, len(block), ARGUMENT_BYTES))
+
+
+def calls_of(arguments: Sequence[Any]) -> Sequence[Call]:
+    """The other way round."""
+    if not isinstance(arguments[0], bytes):
+        return arguments[0]
+    head, *buffers = pickle.loads(b"".join(arguments))
+    return pickle.loads(head, buffers=buffers)
 
 
 def _array(array: np.ndarray) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Threads beside Ray's own.
+"""Threads beside Ray's own, and how a process shares its interpreter and its memory among them.
 
 Invariant: a blocking call of Ray leaves its caller free to go on, and to end, although the call never returns.
 """
@@ -6,6 +6,7 @@ Invariant: a blocking call of Ray leaves its caller free to go on, and to end, a
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import sys
 import threading
 from collections.abc import Callable
@@ -14,12 +15,26 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 SWITCH_S = 0.0005
+KEPT_BYTES = 64 * 1024 * 1024
+_MMAP_BYTES = 32 * 1024 * 1024
+"""The most that glibc takes."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Of glibc's malloc.h."""
 
 
 def take_turns() -> None:
     """For the process that calls it: Ray carries each request and answer in threads of its own, in several steps; each step would
     wait the interpreter's 5 ms for a loop or an engine that computes."""
     sys.setswitchinterval(SWITCH_S)
+
+
+def keep_memory() -> None:
+    """For the process that calls it: what it frees, up to KEPT_BYTES, it has for what comes next. glibc gives the memory of a group
+    back to the kernel, and each page that is asked for again costs as much as filling it."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries decide for themselves
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _MMAP_BYTES)
+        mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def begun(function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:

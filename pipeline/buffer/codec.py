@@ -1,15 +1,19 @@
 """Groups, samples and columns as compact bytes, and back.
 
-Invariant: decode(encode(x)) equals x bit by bit, NaN included. The form is a msgpack header (scalars, task, lengths) and one raw
+Invariant: decode(encode(x)) equals x bit by bit, NaN included. The form is a msgpack header (scalars, task, lengths) and one
 little-endian block per array, concatenated over the samples; it holds no pickled object, so that reading it runs no code.
+
+Integers of a sample's arrays are stored as narrow as they are, or as runs: most bytes of a group are there only for the arrays'
+types, and each byte is copied, hashed, sent and written.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -28,10 +32,20 @@ ARRAYS: tuple[tuple[str, np.dtype], ...] = (
 """Per-token arrays of a sample, wide ones first so that every block starts aligned."""
 
 _SCALARS = tuple(f.name for f in fields(Sample) if f.name not in dict(ARRAYS))
+_scalars = attrgetter(*_SCALARS)
 _PREFIX = struct.Struct("<4sI")
-_MAGIC = b"RPB1"
+_MAGIC = b"RPB2"
 _ALIGN = 16
 _WIDE_INT = 1
+_NARROW = ((1 << 8, np.dtype("<u1")), (1 << 16, np.dtype("<u2")))
+_RUN_LENGTH = np.dtype("<u4")
+_PART_TOKENS = 128 * 1024
+"""Samples are encoded this many tokens at a time: what is made on the way to the stored bytes stays in the processor's cache, and
+in memory that the process has already."""
+
+Form = int | Sequence[Any]
+"""How integers are stored: as the one value that all of them have; or (type, None), as values of this type, which may be narrower;
+or (type, runs), as the values of so many runs, and the runs' lengths."""
 
 Buffer = bytes | bytearray
 
@@ -50,10 +64,8 @@ def encode_group(group: Group) -> bytes:
         "attempt": group.attempt,
         "weight_version": group.weight_version,
         "task": _fields(group.task) | {"sampling": _fields(group.task.sampling), "stopping": _fields(group.task.stopping)},
-        "samples": [_scalars(sample) for sample in group.samples],
-        "lengths": [len(sample.token_ids) for sample in group.samples],
     }
-    return _join(head, _sample_blocks(group.samples))
+    return _join_samples(head, group.samples)
 
 
 def decode_group(data: Buffer) -> Group:
@@ -74,8 +86,7 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def encode_sample(sample: Sample) -> bytes:
-    head = {"kind": "sample", "samples": [_scalars(sample)], "lengths": [len(sample.token_ids)]}
-    return _join(head, _sample_blocks((sample,)))
+    return _join_samples({"kind": "sample"}, (sample,))
 
 
 def decode_sample(data: Buffer) -> Sample:
@@ -131,34 +142,79 @@ def _array_head(column: Column, name: str) -> dict[str, Any]:
     return {"name": name, "dtype": dtype, "tail": list(tail), "lengths": lengths}
 
 
-def _scalars(sample: Sample) -> dict[str, Any]:
-    return {name: getattr(sample, name) for name in _SCALARS}
+def _join_samples(head: dict[str, Any], samples: Sequence[Sample]) -> bytes:
+    _check_arrays(samples)
+    lengths = [len(sample.token_ids) for sample in samples]
+    parts = _parts(lengths)
+    packed = [_packed([getattr(sample, name) for sample in samples[part]], dtype) for part in parts for name, dtype in ARRAYS]
+    head |= {"samples": list(map(_scalars, samples)), "lengths": lengths, "forms": [form for form, _ in packed]}
+    return _join(head, [block for _, blocks in packed for block in blocks])
 
 
-def _sample_blocks(samples: tuple[Sample, ...]) -> Iterable[Iterable[np.ndarray]]:
+def _parts(lengths: Sequence[int]) -> list[slice]:
+    """Which samples are stored side by side. Nothing but their lengths says so, which are stored."""
+    step = max(1, _PART_TOKENS // max([1, *lengths]))
+    return [slice(start, start + step) for start in range(0, len(lengths), step)]
+
+
+def _check_arrays(samples: Sequence[Sample]) -> None:
     for sample in samples:
+        shape = (len(sample.token_ids),)
         for name, dtype in ARRAYS:
             array = getattr(sample, name)
-            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != (len(sample.token_ids),):
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != shape:
                 got = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
                 raise DataError(f"sample {sample.sample_id}: {name} is {got}, wanted {dtype.name} ({len(sample.token_ids)},)")
-    return ((_raw(getattr(sample, name), dtype) for sample in samples) for name, dtype in ARRAYS)
+
+
+def _packed(arrays: list[np.ndarray], dtype: np.dtype) -> tuple[Form, list[list[np.ndarray]]]:
+    """The form, and the blocks of it."""
+    if dtype.kind == "f" or not any(map(len, arrays)):
+        return (dtype.str, None), [[_raw(array, dtype) for array in arrays]]
+    values = np.concatenate(arrays)
+    low, high = int(values.min()), int(values.max())
+    if low == high:
+        return low, []
+    stored = next((narrow for end, narrow in _NARROW if 0 <= low and high < end), dtype)
+    differs = values[1:] != values[:-1]
+    runs = 1 + int(np.count_nonzero(differs))
+    if runs * (stored.itemsize + _RUN_LENGTH.itemsize) >= values.size * stored.itemsize:
+        return (stored.str, None), [[values.astype(stored, copy=False)]]
+    starts = np.concatenate(([0], np.flatnonzero(differs) + 1))
+    lengths = np.diff(starts, append=values.size)
+    return (stored.str, runs), [[values[starts].astype(stored, copy=False)], [lengths.astype(_RUN_LENGTH)]]
 
 
 def _samples(head: dict[str, Any], body: memoryview) -> tuple[Sample, ...]:
-    lengths = head["lengths"]
-    total, start = sum(lengths), 0
-    blocks: dict[str, np.ndarray] = {}
-    for name, dtype in ARRAYS:
-        blocks[name] = _block(body, start, dtype, total)
-        start = _aligned(start + total * dtype.itemsize)
-    samples, at = [], 0
-    for scalars, length in zip(head["samples"], lengths, strict=True):
-        arrays = {name: block[at : at + length] for name, block in blocks.items()}
-        scalars["turns"] = tuple(scalars["turns"])
-        samples.append(Sample(**scalars, **arrays))
-        at += length
+    lengths, forms = head["lengths"], iter(head["forms"])
+    samples, start = [], 0
+    for part in _parts(lengths):
+        total, unpacked = sum(lengths[part]), {}
+        for name, dtype in ARRAYS:
+            unpacked[name], start = _unpacked(body, start, dtype, total, next(forms))
+        at = 0
+        for values, length in zip(head["samples"][part], lengths[part], strict=True):
+            scalars = dict(zip(_SCALARS, values, strict=True))
+            arrays = {name: array[at : at + length] for name, array in unpacked.items()}
+            scalars["turns"] = tuple(scalars["turns"])
+            samples.append(Sample(**scalars, **arrays))
+            at += length
     return tuple(samples)
+
+
+def _unpacked(body: memoryview, start: int, dtype: np.dtype, total: int, form: Form) -> tuple[np.ndarray, int]:
+    """`total` values of type dtype, and where the next block begins."""
+    if isinstance(form, int):
+        return np.full(total, form, dtype), start
+    stored, runs = np.dtype(form[0]), form[1]
+    count = total if runs is None else runs
+    values, start = _block(body, start, stored, count).astype(dtype, copy=False), _aligned(start + count * stored.itemsize)
+    if runs is None:
+        return values, start
+    lengths = _block(body, start, _RUN_LENGTH, runs)
+    if lengths.sum() != total:
+        raise StoreCorrupt(f"stored runs are {lengths.sum()} values long, wanted {total}")
+    return np.repeat(values, lengths), _aligned(start + lengths.nbytes)
 
 
 def _task(head: dict[str, Any]) -> Task:

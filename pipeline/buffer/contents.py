@@ -18,6 +18,7 @@ from pipeline.buffer.api import Attempt, BacklogItem
 from pipeline.buffer.ledger import Ledger, Refusal
 from pipeline.buffer.settings import BufferSettings
 from pipeline.errors import DataError, LateCommit, RolloutError
+from pipeline.pickling import by_fields
 from pipeline.records import Column, Group, Sample
 
 ROWS = "rows"
@@ -27,6 +28,7 @@ ENCODERS = 2
 """Threads that encode. Of more, groups that end together are all ready late, and the buffer has nothing to write meanwhile."""
 
 
+@by_fields
 @dataclass(slots=True)
 class Payload:
     """Encoded bytes on their way into the store; `segment` and `offset` are set once a segment holds them."""
@@ -40,6 +42,7 @@ class Payload:
     offset: int | None = None
 
 
+@by_fields
 @dataclass(frozen=True, slots=True)
 class EncodedColumn:
     name: str
@@ -49,6 +52,7 @@ class EncodedColumn:
     payload: Payload
 
 
+@by_fields
 @dataclass(frozen=True, slots=True)
 class EncodedGroup:
     """A group as it is stored, and what the ledger says of it."""

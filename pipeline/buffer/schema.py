@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.errors import StoreError, UserError
 from pipeline.paths import RunPaths
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x524F4C4C
 BUSY_S = 10.0
 

@@ -83,6 +83,7 @@ class Piece:
     weight_version: int
 
 
+@by_fields
 @dataclass(frozen=True, slots=True)
 class Version:
     """Which weights a call wants: at least `minimum`, or exactly `exact`."""

@@ -65,10 +65,10 @@ async def test_a_database_that_stays_locked_is_named(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 3 MB."""
+    """A file system of 4 MB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], capture_output=True)
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True)
     if made.returncode != 0:
         pytest.skip("may not mount here")
     yield folder
@@ -81,7 +81,7 @@ def small_disk(tmp_path):
 async def test_a_file_system_that_really_fills(small_disk, tokens):
     paths = new_run(small_disk)
     ballast = small_disk / "ballast"
-    ballast.write_bytes(bytes(500_000))
+    ballast.write_bytes(bytes(1_000_000))
     settings = make_settings(tasks_per_step=400, max_staleness=0, capacity=400)
     async with opened(paths, settings) as buffer:
         await buffer.assign(1, 400, None)

@@ -129,5 +129,5 @@ def test_a_newer_schema_is_refused_by_number(tmp_path):
     db = sqlite3.connect(paths.database)
     db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(UserError, match="schema version 99; this program reads version 1"):
+    with pytest.raises(UserError, match="schema version 99; this program reads version 2"):
         read_status(paths)
