@@ -216,8 +216,9 @@ class Rollout(Strict):
     filters: Filters = Filters()
     reuse: str = "none"
     """`none`, or where the saved trajectories are that are replayed instead of rolling out: `run:<id>` (a run beside this one),
-    `file:<path>` (a JSON object a line: task_id, samples: [{token_ids, loss_mask, logprobs, reward}]), or a directory: a run's
-    folder, or one of such files. A task without one is dropped as `not_saved`; `algorithm.passes` trains several times on each."""
+    `file:<path>` (a JSON object a line: task_id, samples: [{token_ids, loss_mask, logprobs, reward, executor}]), or a directory: a
+    run's folder, or one of such files. A task without one is dropped as `not_saved`; `algorithm.passes` trains several times on
+    each."""
 
     @model_validator(mode="after")
     def _group_holds_its_minimum(self) -> Rollout:

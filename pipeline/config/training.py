@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipeline.config.base import Strict
 
@@ -33,6 +33,12 @@ class TMax(Strict):
     start: int = Field(0, ge=0)
     slope: float = Field(0.0, ge=0)
     cap: int = Field(16, ge=0)
+
+    @model_validator(mode="after")
+    def _starts_below_its_cap(self) -> TMax:
+        if self.start > self.cap:
+            raise ValueError(f"algorithm.t_max.start {self.start} is above algorithm.t_max.cap {self.cap}")
+        return self
 
 
 class Opd(Strict):

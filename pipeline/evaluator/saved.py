@@ -19,7 +19,7 @@ from pipeline.buffer import retrieval
 from pipeline.buffer.schema import open_reader
 from pipeline.errors import ConfigError
 from pipeline.paths import RunPaths
-from pipeline.records import STUDENT, Group, Sample, Task
+from pipeline.records import STUDENT, TEACHER, Group, Sample, Task
 
 NOT_SAVED = "not_saved"
 """Reason under which an ordinal is dropped whose task has no saved trajectory."""
@@ -123,12 +123,16 @@ def _of_file(path: Path) -> Iterator[_Entry]:
 
 
 def _sample(index: int, values: dict[str, Any]) -> Sample:
-    """`token_ids`, `loss_mask`, `logprobs` (null where none), of one length; optional `reward`, `text`, `finish_reason`."""
+    """`token_ids`, `loss_mask`, `logprobs` (null where none), of one length; optional `reward`, `text`, `finish_reason`, and, of
+    the same length, `executor`: 1 for the student's tokens, 2 for the teacher's, 0 for the others."""
     mask = np.asarray(values["loss_mask"], np.uint8)
     logprobs = np.asarray([np.nan if value is None else value for value in values["logprobs"]], np.float32)
     tokens = np.asarray(values["token_ids"], np.int32)
     if not len(tokens) == len(mask) == len(logprobs):
         raise ValueError(f"sample {index}: {len(tokens)} token_ids, {len(mask)} in loss_mask, {len(logprobs)} logprobs")
+    executor = np.asarray(values.get("executor", mask * STUDENT), np.uint8)
+    if len(executor) != len(tokens) or ((executor > 0) != (mask > 0)).any() or (executor > TEACHER).any():
+        raise ValueError(f"sample {index}: executor is not 1 or 2 for each token that is trained on, and 0 for the others")
     if not np.isfinite(logprobs[mask > 0]).all():
         raise ValueError(f"sample {index}: a token that is trained on has no logprob")
     reward = values.get("reward")
@@ -140,7 +144,7 @@ def _sample(index: int, values: dict[str, Any]) -> Sample:
         token_ids=tokens,
         loss_mask=mask,
         logprobs=logprobs,
-        executor=mask * np.uint8(STUDENT),
+        executor=executor,
         versions=np.full(len(tokens), -1, np.int32),
         finish_reason=str(values.get("finish_reason", "finish")),
         text=str(values.get("text", "")),

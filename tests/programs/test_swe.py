@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from pipeline.agents.commands import block, command_in
 from pipeline.agents.reference import first_file, mending_command, next_message, replaced_lines
+from pipeline.agents.sealing import Seals
 from pipeline.records import STUDENT, TEACHER, StepContext, Task
 from pipeline.sandboxes.local import MISSING
 from tests.pipeline.agents.repairing import DOWN, MEND, World
@@ -129,6 +131,15 @@ TRICKS = {
 async def test_what_is_done_to_the_tests_and_their_runner_wins_nothing(world: World, trick: str):
     sample, _ = await world.play(block(trick), block("submit"))
     assert (sample.status, sample.reward) == ("ok", 0.0) and sample.text
+
+
+def test_pytest_and_its_fixtures_see_the_same_tests(tmp_path: Path):
+    seals = Seals(str(tmp_path / "said"))
+    source = "import pytest\n@pytest.mark.parametrize('n', [1, 2])\ndef test_n(n, tmp_path):\n    assert n + 1 == n - -1\n"
+    text, _ = seals.seal(source + "    with pytest.raises(ValueError):\n        int('x')\n", ["test_n"])
+    (tmp_path / "test_n.py").write_text(text)
+    subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_n.py"], cwd=tmp_path, check=True)
+    assert seals.judge((tmp_path / "said").read_text().splitlines()).holds
 
 
 WRAPPED = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -90,15 +88,6 @@ def test_the_answers_are_not_in_a_sealed_test_and_the_others_stay():
 def test_a_test_may_end_early_and_one_that_is_not_understood_stays(tmp_path: Path):
     assert judged(tmp_path, "assert f() == 3\nif f():\n    return\nassert f() == 4", "3").holds
     assert Seals("/said").seal("def test_f(:\n", ["test_f"]) == ("def test_f(:\n", set())
-
-
-def test_pytest_and_its_fixtures_see_the_same_tests(tmp_path: Path):
-    seals = Seals(str(tmp_path / "said"))
-    source = "import pytest\n@pytest.mark.parametrize('n', [1, 2])\ndef test_n(n, tmp_path):\n    assert n + 1 == n - -1\n"
-    text, _ = seals.seal(source + "    with pytest.raises(ValueError):\n        int('x')\n", ["test_n"])
-    (tmp_path / "test_n.py").write_text(text)
-    subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_n.py"], cwd=tmp_path, check=True)
-    assert seals.judge((tmp_path / "said").read_text().splitlines()).holds
 
 
 def test_equal_values_have_one_text_and_others_another():

@@ -75,6 +75,7 @@ def write(path, lines):
     [
         ({"logprobs": [None, -1.0]}, "sample 0: 3 token_ids, 3 in loss_mask, 2 logprobs"),
         ({"logprobs": [None, None, -1.0]}, "sample 0: a token that is trained on has no logprob"),
+        ({"executor": [0, 2, 0]}, "sample 0: executor is not 1 or 2"),
         ({"token_ids": None}, "TypeError|ValueError"),
     ],
 )
@@ -82,6 +83,12 @@ def test_a_line_that_is_no_trajectory_is_refused_with_its_place(tmp_path, change
     path = write(tmp_path / "x.jsonl", [{"task_id": "a", "samples": [sample(1.0) | change]}])
     with pytest.raises(ConfigError, match=f"x.jsonl:1: not a trajectory .*({message})"):
         open_saved(f"file:{path}", tmp_path)
+
+
+def test_who_said_what_is_kept(tmp_path):
+    lines = [{"task_id": "a", "samples": [sample(1.0), sample(1.0) | {"executor": [0, 2, 1]}]}]
+    group = open_saved(f"file:{write(tmp_path / 'x.jsonl', lines)}", tmp_path).group(make_task(0, task_id="a"), 1, 0, 0)
+    assert [made.executor.tolist() for made in group.samples] == [[0, 1, 1], [0, 2, 1]]
 
 
 def test_what_is_not_there_is_refused_before_anything_starts(tmp_path):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from pipeline.config.training import Schedule, TMax, Trainer
 from pipeline.trainer.schedules import learning_rate, t_max, value
@@ -32,6 +33,8 @@ def test_values_by_step(schedule, expected):
 def test_t_max_rises_to_its_cap_and_a_slope_of_zero_is_a_constant():
     assert [t_max(TMax(start=1, slope=0.5, cap=3), step) for step in range(1, 7)] == [1, 2, 2, 3, 3, 3]
     assert {t_max(TMax(start=5, slope=0.0, cap=16), step) for step in range(1, 50)} == {5}
+    with pytest.raises(ValidationError, match="algorithm.t_max.start 20 is above algorithm.t_max.cap 16"):
+        TMax(start=20)
 
 
 @pytest.mark.parametrize(
