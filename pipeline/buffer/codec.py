@@ -40,8 +40,8 @@ _WIDE_INT = 1
 _NARROW = ((1 << 8, np.dtype("<u1")), (1 << 16, np.dtype("<u2")))
 _RUN_LENGTH = np.dtype("<u4")
 _PART_TOKENS = 128 * 1024
-"""Samples are encoded about so many tokens at a time: what is made on the way to the stored bytes stays in the processor's cache, and
-in memory that the process has already. Belongs to the form: another number reads other blocks."""
+"""Samples are encoded about so many tokens at a time: what is made on the way to the stored bytes stays in the processor's cache.
+Belongs to the form: another number reads other blocks."""
 
 Form = int | Sequence[Any]
 """How integers are stored: as the one value that all of them have; or (type, None), as values of this type, which may be narrower;
