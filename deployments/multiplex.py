@@ -50,7 +50,9 @@ GATHER_S = 0.002
 """After some answers the next wait this long for others, unless they are the last: sending costs both processes about a
 millisecond. One that comes alone goes at once."""
 ARGUMENT_BYTES = 96 * 1024
+"""Ray carries an argument of up to 100 KiB in the request."""
 REQUEST_BYTES = 1024 * 1024
+"""Above this the object store is faster."""
 
 
 def pack(parts: Sequence[Any]) -> bytes:

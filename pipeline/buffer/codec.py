@@ -1,7 +1,7 @@
 """Groups, samples and columns as compact bytes, and back.
 
 Invariant: decode(encode(x)) equals x bit by bit, NaN included. The form is a msgpack header (scalars, task, lengths) and one
-little-endian block per array, concatenated over the samples; it holds no pickled object, so that reading it runs no code.
+little-endian block per array, concatenated over samples; it holds no pickled object, so that reading it runs no code.
 
 Integers of a sample's arrays are stored as narrow as they are, or as runs: most bytes of a group are there only for the arrays'
 types, and each byte is copied, hashed, sent and written.
@@ -40,8 +40,8 @@ _WIDE_INT = 1
 _NARROW = ((1 << 8, np.dtype("<u1")), (1 << 16, np.dtype("<u2")))
 _RUN_LENGTH = np.dtype("<u4")
 _PART_TOKENS = 128 * 1024
-"""Samples are encoded this many tokens at a time: what is made on the way to the stored bytes stays in the processor's cache, and
-in memory that the process has already."""
+"""Samples are encoded about so many tokens at a time: what is made on the way to the stored bytes stays in the processor's cache.
+Belongs to the form: another number reads other blocks."""
 
 Form = int | Sequence[Any]
 """How integers are stored: as the one value that all of them have; or (type, None), as values of this type, which may be narrower;
@@ -152,7 +152,7 @@ def _join_samples(head: dict[str, Any], samples: Sequence[Sample]) -> bytes:
 
 
 def _parts(lengths: Sequence[int]) -> list[slice]:
-    """Which samples are stored side by side. Nothing but their lengths says so, which are stored."""
+    """Which samples are stored side by side: those of one slice, array by array. Follows from the lengths, which are stored."""
     step = max(1, _PART_TOKENS // max([1, *lengths]))
     return [slice(start, start + step) for start in range(0, len(lengths), step)]
 

@@ -1,4 +1,6 @@
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 
@@ -47,3 +49,22 @@ def test_a_call_that_ends_after_the_loop_disturbs_nobody(recwarn):
     assert gone.wait(5.0)
     time.sleep(0.05)
     assert not recwarn.list
+
+
+def test_what_a_process_frees_it_need_not_ask_for_again():
+    program = """
+import resource
+from deployments.threads import keep_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        [b"rows" * 250_000 for _ in range(8)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+keep_memory()
+faults()
+print(faults())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) < 1000  # each of the ten times takes 2000 pages
