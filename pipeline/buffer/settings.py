@@ -27,7 +27,7 @@ class BufferSettings:
     keep_groups: int | None = None
     """Trained groups whose rows stay behind what resume needs; None: all."""
     allow_network_fs: bool = False
-    inline_bytes: int = 16 * 1024
+    inline_bytes: int = 64 * 1024
     """Encoded rows above this go to a segment, others into the database."""
     segment_bytes: int = 64 * 1024 * 1024
     """A segment that has grown to this is closed and a new one begun."""

@@ -26,7 +26,7 @@ from pipeline.trainer.worker import Worker
 from tests.simulation.scenario import Scenario
 
 VOCAB = 50
-LARGE_TOKENS = 6000
+LARGE_TOKENS = 8000
 MODEL = "model.json"
 
 

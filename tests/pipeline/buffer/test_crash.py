@@ -44,7 +44,7 @@ async def main(folder, witness, new_epoch):
                     attempt = await buffer.start_attempt(ordinal, 0, "w")
                 except AttemptRefused:
                     return
-                group = make_group(attempt, step, tokens=6000 if ordinal % 3 == 0 else 5)
+                group = make_group(attempt, step, tokens=8000 if ordinal % 3 == 0 else 5)
                 if await buffer.commit(attempt, group):
                     os.write(told, f"{ordinal} {attempt.number} {codec.digest(codec.encode_group(group))}\\n".encode())
 
@@ -179,7 +179,7 @@ async def test_rows_live_in_segments_or_in_the_database_by_size(tmp_path):
         await buffer.assign(1, 2, None)
         await roll_out(buffer, 0, 1)
         assert list(paths.groups.glob("*.seg")) == []
-        await roll_out(buffer, 1, 1, ("teacher",), tokens=6000)
+        await roll_out(buffer, 1, 1, ("teacher",), tokens=8000)
         await buffer.mark_produced([make_column(1, tokens=60_000)])
         (segment,) = paths.groups.glob("*.seg")
         assert segment.stat().st_size > 12_000 * (1 + 4) + 120_000 * 4
@@ -190,7 +190,7 @@ async def test_damaged_and_lost_segments_are_named(tmp_path):
     paths = new_run(tmp_path)
     async with opened(paths) as buffer:
         await buffer.assign(1, 2, None)
-        await roll_out(buffer, 0, 1, tokens=6000)
+        await roll_out(buffer, 0, 1, tokens=8000)
         path = segment_path(paths.groups, 1)
         os.truncate(path, path.stat().st_size // 2)
         with pytest.raises(StoreCorrupt, match=r"000001\.seg"):
@@ -204,7 +204,7 @@ async def test_a_moved_run_folder_goes_on(tmp_path):
     paths = new_run(tmp_path)
     async with opened(paths) as buffer:
         await buffer.assign(1, 2, None)
-        await roll_out(buffer, 0, 1, tokens=6000)
+        await roll_out(buffer, 0, 1, tokens=8000)
     moved = type(paths)(tmp_path / "elsewhere")
     paths.root.rename(moved.root)
     async with opened(moved, epoch=True) as buffer:
@@ -219,7 +219,7 @@ async def test_rows_stay_until_the_last_but_one_checkpoint_covers_them(tmp_path)
         for step in range(1, 9):
             slots = await buffer.assign(step, 2, None)
             for slot in slots:
-                await roll_out(buffer, slot.ordinal, step, tokens=6000)
+                await roll_out(buffer, slot.ordinal, step, tokens=8000)
             await buffer.close_rollout(step)
             await buffer.select(step)
             if step % 2 == 0:
@@ -248,10 +248,10 @@ async def test_segments_of_dropped_groups_and_of_dead_writers_are_removed(tmp_pa
     paths = new_run(tmp_path)
     async with opened(paths) as buffer:
         await buffer.assign(1, 2, None)
-        await roll_out(buffer, 0, 1, tokens=6000)
+        await roll_out(buffer, 0, 1, tokens=8000)
     (paths.groups / "000007.seg").write_bytes(b"written by someone who died before the transaction")
     async with opened(paths) as buffer:
-        await roll_out(buffer, 1, 1, tokens=6000)
+        await roll_out(buffer, 1, 1, tokens=8000)
         assert await buffer.discard(0, "scoring")
         assert [path.name for path in paths.groups.glob("*.seg")] == ["000008.seg"]
 

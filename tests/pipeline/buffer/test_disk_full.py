@@ -25,13 +25,13 @@ async def test_no_space_for_a_segment(tmp_path, monkeypatch):
     async with opened(paths) as buffer:
         await buffer.assign(1, 2, None)
         first = await buffer.start_attempt(0, 0, "w")
-        await roll_out(buffer, 1, 1, tokens=6000)
+        await roll_out(buffer, 1, 1, tokens=8000)
         monkeypatch.setattr(Segments, "append", full)
         with pytest.raises(DiskFull, match=str(paths.root)):
-            await buffer.commit(first, make_group(first, 1, tokens=6000))
+            await buffer.commit(first, make_group(first, 1, tokens=8000))
         assert (await buffer.status())["ordinals"]["running"] == 1
         monkeypatch.undo()
-        assert await buffer.commit(first, make_group(first, 1, tokens=6000))
+        assert await buffer.commit(first, make_group(first, 1, tokens=8000))
         assert len(await buffer.read([0, 1], False)) == 2
 
 
@@ -76,7 +76,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("mount") is None, reason="no mount here")
-@pytest.mark.parametrize("tokens", [500, 6000])
+@pytest.mark.parametrize("tokens", [500, 8000])
 @pytest.mark.fault(37)
 async def test_a_file_system_that_really_fills(small_disk, tokens):
     paths = new_run(small_disk)

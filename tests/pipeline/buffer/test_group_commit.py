@@ -44,7 +44,7 @@ async def test_segments_are_synced_before_the_transaction_that_names_them_and_co
         assert buffer._store._db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
         buffer._store._db.set_trace_callback(events.append)
         monkeypatch.setattr(segments.os, "fdatasync", lambda file: (real(file), events.append("fdatasync")))
-        await buffer.commit(attempt, make_group(attempt, 1, tokens=6000))
+        await buffer.commit(attempt, make_group(attempt, 1, tokens=8000))
     assert events.index("fdatasync") < events.index("BEGIN IMMEDIATE") < events.index("COMMIT")
 
 
