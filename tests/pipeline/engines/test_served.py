@@ -228,7 +228,7 @@ async def test_a_stream_says_what_a_call_says_as_it_is_made(folder: Path) -> Non
         server.backend.go_on.clear()
         stream = engine.stream(asked, Version(), None)
         pieces = await anext(stream)
-        assert {piece.start for piece in pieces} == {0} and server.backend.generating == 5
+        assert pieces[0].start == 0 and server.backend.generating > 0
         server.backend.go_on.set()
         pieces += [piece async for found in stream for piece in found]
     for completion in whole:
@@ -255,7 +255,7 @@ async def test_weights_that_end_a_stream_begin_it_anew(folder: Path, other: Path
     async with standin(folder) as server, served(folder, server, weights=weights, swap="abort") as engine:
         server.backend.go_on.clear()
         stream = engine.stream(requests(folder, 1), Version(), None)
-        assert [piece.weight_version for piece in await anext(stream)] == [1]
+        assert {piece.weight_version for piece in await anext(stream)} == {1}
         publish(weights, 2, other)
         later = asyncio.create_task(engine.generate(requests(folder, 1), Version(2)))
         await wait_for(lambda: len(server.backend.loads) == 2)

@@ -322,18 +322,21 @@ async def test_a_stream_says_what_a_call_says_token_by_token(folder: Path) -> No
             for r, c in zip(asked, whole, strict=True)
         ]
         scored = await made.score(rows, "topk", 2)
-        beside = asyncio.create_task(made.generate(asked, Version()))
         pieces = [piece async for found in made.stream(asked, Version(), 2) for piece in found]
+        beside = asyncio.create_task(made.generate(asked, Version()))
+        again = [piece async for found in made.stream(asked, Version(), None) for piece in found]
         assert [each.token_ids.tolist() for each in await beside] == [each.token_ids.tolist() for each in whole]
     for completion, row in zip(whole, scored, strict=True):
         mine = [piece for piece in pieces if piece.request_id == completion.request_id]
+        others = [piece for piece in again if piece.request_id == completion.request_id]
+        assert np.concatenate([piece.token_ids for piece in others]).tolist() == completion.token_ids.tolist()
         assert [(piece.start, len(piece.token_ids)) for piece in mine] == [(place, 1) for place in range(len(completion.token_ids))]
         assert np.concatenate([piece.token_ids for piece in mine]).tolist() == completion.token_ids.tolist()
         assert [piece.finish_reason for piece in mine] == [None] * (len(mine) - 1) + [completion.finish_reason]
         np.testing.assert_allclose(np.concatenate([piece.scores.logprobs for piece in mine]), row.logprobs, atol=1e-4)
         np.testing.assert_allclose(np.concatenate([piece.scores.topk_logprobs for piece in mine]), row.topk_logprobs, atol=1e-4)
     order = [piece.request_id for piece in pieces]
-    assert order[:2] == [asked[0].request_id, asked[1].request_id], "sequences of one call are told side by side"
+    assert order[:4] == [request.request_id for request in asked[:4]], "as many as there are slots are told side by side"
 
 
 async def test_a_stream_that_nobody_hears_makes_room(folder: Path) -> None:
