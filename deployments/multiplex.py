@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import RemoteTraceback, StageFailed
+from pipeline.evaluator.nursery import cancel_when_left
 from pipeline.pickling import by_fields
 
 
@@ -89,7 +90,7 @@ class Multiplexer:
             request = asyncio.create_task(self._request(part), name=f"request of {len(part)} calls")
             self._requests.add(request)
             request.add_done_callback(self._requests.discard)
-            _cancel_when_left(request, [future for _, future in part])
+            cancel_when_left(request, [future for _, future in part])
 
     async def _request(self, part: list[tuple[Call, asyncio.Future[Any]]]) -> None:
         try:
@@ -102,20 +103,6 @@ class Multiplexer:
         for _, future in part:
             if not future.done():
                 future.set_exception(fault)
-
-
-def _cancel_when_left(request: asyncio.Task[None], futures: list[asyncio.Future[Any]]) -> None:
-    """What nobody waits for any more is given up as a whole; while one caller is left, the others' work goes on for nothing."""
-    left = len(futures)
-
-    def one_less(_: asyncio.Future[Any]) -> None:
-        nonlocal left
-        left -= 1
-        if not left and not request.done():
-            request.cancel()
-
-    for future in futures:
-        future.add_done_callback(one_less)
 
 
 async def answers(calls: Sequence[Call], play: Callable[..., Awaitable[Any]]) -> AsyncIterator[list[Answer]]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from pipeline.agents.base import Agent, Episode, Trajectory
 from pipeline.errors import AgentTimeout, VerifierError, abort_reason, root_cause
+from pipeline.evaluator.deadlines import Deadlines
 from pipeline.evaluator.spec import PhaseTimeouts, PlacementToken
 from pipeline.records import Sample, aborted_sample
 
@@ -40,19 +41,20 @@ async def play(
     *,
     token: PlacementToken,
     turns: list[dict[str, Any]],
-    clock: Callable[[], float],
+    deadlines: Deadlines,
 ) -> Sample:
     """turns: filled by the sample's generator while it runs; what is there when the episode ends is recorded."""
+    clock = asyncio.get_running_loop().time
     started = clock()
     progress = _Progress()
     fault: BaseException | None = None
     try:
-        await _phases(make_agent, episode, timeouts, progress)
+        await _phases(make_agent, episode, timeouts, progress, deadlines)
     except (Exception, asyncio.CancelledError) as error:
         fault = error
         if not _cancelled():
             log.warning("sample %d.%d aborted in %s", episode.task.ordinal, episode.index, progress.phase, exc_info=error)
-    unclean = await _cleanup(progress.agent, episode, timeouts.cleanup_s)
+    unclean = await _cleanup(progress.agent, episode, timeouts.cleanup_s, deadlines)
     if _cancelled():
         raise asyncio.CancelledError from fault
     sample = _aborted(episode, progress, fault) if fault is not None else _finished(episode, progress)
@@ -72,14 +74,16 @@ def _turns(made: list[dict[str, Any]], trajectory: Trajectory | None, token: Pla
     return tuple({**turn, "node": token.node, "gpu": token.gpu_id} for turn in both)
 
 
-async def _phases(make_agent: Callable[[], Agent], episode: Episode, timeouts: PhaseTimeouts, progress: _Progress) -> None:
+async def _phases(
+    make_agent: Callable[[], Agent], episode: Episode, timeouts: PhaseTimeouts, progress: _Progress, deadlines: Deadlines
+) -> None:
     agent = progress.agent = make_agent()
-    await _within("init", timeouts.init_s, agent.init(episode))
+    await _within(deadlines, "init", timeouts.init_s, agent.init(episode))
     progress.phase = "run"
-    trajectory = progress.trajectory = await _within("run", timeouts.run_s, agent.run(episode))
+    trajectory = progress.trajectory = await _within(deadlines, "run", timeouts.run_s, agent.run(episode))
     progress.phase = "verify"
     try:
-        progress.reward = await _within("verify", timeouts.verify_s, agent.verify(episode, trajectory))
+        progress.reward = await _within(deadlines, "verify", timeouts.verify_s, agent.verify(episode, trajectory))
     except VerifierError as error:
         log.warning("sample %d.%d is not scored", episode.task.ordinal, episode.index, exc_info=error)
         progress.unverified = error
@@ -87,24 +91,24 @@ async def _phases(make_agent: Callable[[], Agent], episode: Episode, timeouts: P
         progress.phase = "done"
 
 
-async def _within(phase: str, seconds: float, work: Awaitable[T]) -> T:
+async def _within(deadlines: Deadlines, phase: str, seconds: float, work: Awaitable[T]) -> T:
     """Whatever the agent makes of the deadline's cancellation, the fault is AgentTimeout."""
     try:
-        async with asyncio.timeout(seconds) as deadline:
+        with deadlines.within(seconds) as deadline:
             return await work
     except Exception as error:
-        if not deadline.expired():
+        if not deadline.expired:
             raise
         if not isinstance(error, TimeoutError):
             log.warning("at the deadline of %s the agent raised", phase, exc_info=error)
     raise AgentTimeout(f"{phase} passed {phase}_timeout_s {seconds:g} s")
 
 
-async def _cleanup(agent: Agent | None, episode: Episode, seconds: float) -> BaseException | None:
+async def _cleanup(agent: Agent | None, episode: Episode, seconds: float, deadlines: Deadlines) -> BaseException | None:
     """Runs to its end or deadline in a task of its own; a cancellation that arrives meanwhile stays on record in the caller's."""
     if agent is None or agent.cleanup is None:
         return None
-    task = asyncio.create_task(_within("cleanup", seconds, agent.cleanup(episode)), name="cleanup")
+    task = asyncio.create_task(_within(deadlines, "cleanup", seconds, agent.cleanup(episode)), name="cleanup")
     while not task.done():
         try:
             await asyncio.wait({task})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,6 +16,8 @@ import numpy as np
 
 from pipeline.engines.base import Completion, Engine, GenerateRequest, Version
 from pipeline.errors import AgentTimeout, BadReply, EngineError, EngineUnavailable, RowRefused
+from pipeline.evaluator.deadlines import Deadlines
+from pipeline.evaluator.nursery import cancel_when_left
 from pipeline.records import Sampling
 
 Pending = tuple[GenerateRequest, "asyncio.Future[Completion]"]
@@ -61,8 +63,7 @@ class GroupGenerator:
         call = asyncio.create_task(self._call(batch), name=f"generate {batch[0][0].request_id} +{len(batch) - 1}")
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        for _, future in batch:
-            future.add_done_callback(lambda _: call.cancel() if all(future.done() for _, future in batch) else None)
+        cancel_when_left(call, [future for _, future in batch])
 
     async def _call(self, batch: list[Pending]) -> None:
         try:
@@ -133,14 +134,15 @@ class SampleGenerator:
         sampling: Sampling,
         seed: int,
         turn_s: float,
-        clock: Callable[[], float],
+        deadlines: Deadlines,
     ) -> None:
         self._group = group
         self._sample_id = sample_id
         self._sampling = sampling
         self._seed = seed
         self._turn_s = turn_s
-        self._clock = clock
+        self._deadlines = deadlines
+        self._clock = asyncio.get_running_loop().time
         self._executor = "student"
         self.turns: list[dict[str, Any]] = []
         """What was generated, also when the episode failed later."""
@@ -171,10 +173,10 @@ class SampleGenerator:
 
     async def _in_time(self, request: GenerateRequest) -> Completion:
         try:
-            async with asyncio.timeout(self._turn_s) as deadline:
+            with self._deadlines.within(self._turn_s) as deadline:
                 return await self._group.generate(request)
         except TimeoutError:
-            if not deadline.expired():
+            if not deadline.expired:
                 raise
         raise AgentTimeout(f"turn {request.request_id} passed turn_timeout_s {self._turn_s:g} s")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -48,6 +48,21 @@ async def each_to_its_end(jobs: Iterable[tuple[str, Coroutine[Any, Any, None]]])
     await together((name, ended(job)) for name, job in jobs)
     if failures:
         raise failures[0]
+
+
+def cancel_when_left(work: asyncio.Task[Any], futures: Sequence[asyncio.Future[Any]]) -> None:
+    """What nobody waits for any more is given up as a whole; while one future is open, the work for the others goes on for
+    nothing."""
+    left = len(futures)
+
+    def one_less(_: asyncio.Future[Any]) -> None:
+        nonlocal left
+        left -= 1
+        if not left and not work.done():
+            work.cancel()
+
+    for future in futures:
+        future.add_done_callback(one_less)
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:

@@ -20,6 +20,7 @@ from pipeline.buffer.api import Attempt
 from pipeline.config.schema import RunConfig
 from pipeline.engines.base import Engine, Version
 from pipeline.errors import AgentTimeout, ConfigError
+from pipeline.evaluator.deadlines import Deadlines
 from pipeline.evaluator.episode import cut_off, play
 from pipeline.evaluator.generation import CallPolicy, GroupGenerator, SampleGenerator
 from pipeline.evaluator.spec import EvaluatorSpec, PhaseTimeouts, PlacementToken
@@ -85,19 +86,23 @@ class EvaluatorWorker:
     ) -> list[Sample]:
         """tokens: one for each index; the caller holds them until this returns."""
         timeouts = self._timeouts(task)
+        deadlines = Deadlines()
         group = GroupGenerator(self._engine, Version(context.min_version, context.exact_version), self._policy)
         acting = self._acting(task)
+        make_agent = self._makers[task.task_type]
         clock = asyncio.get_running_loop().time
         started, lives, plays = clock(), [], []
         for index, token in zip(indices, tokens, strict=True):
-            episode, generator = self._episode(task, index, attempt, context, group, timeouts)
-            episode = self._equipped(episode, generator, acting, token)
+            generator = self._generator(task, index, attempt, group, timeouts, deadlines)
+            episode = self._episode(task, index, attempt, context, token, generator, acting)
             lives.append((episode, token, generator.turns))
-            plays.append(asyncio.create_task(self._play(episode, generator, timeouts, token), name=f"{task.ordinal}.{index}"))
+            playing = play(make_agent, episode, timeouts, token=token, turns=generator.turns, deadlines=deadlines)
+            plays.append(asyncio.create_task(playing, name=f"{task.ordinal}.{index}"))
         try:
             await asyncio.wait(plays, timeout=timeouts.total_s + GRACE_S)
         finally:
             await self._end(plays, timeouts.cleanup_s)
+            deadlines.close()
             await group.close()
             if acting is not None:
                 await acting.close()
@@ -116,8 +121,8 @@ class EvaluatorWorker:
     ) -> Sample:
         """The sample of an episode whose process was lost after so many seconds, its turns with it: its siblings go on."""
         group = GroupGenerator(self._engine, Version(context.min_version, context.exact_version), self._policy)
-        episode, _ = self._episode(task, index, attempt, context, group, self._timeouts(task))
-        return cut_off(episode, fault, token, [], seconds)
+        generator = self._generator(task, index, attempt, group, self._timeouts(task), Deadlines())
+        return cut_off(self._episode(task, index, attempt, context, token, generator, None), fault, token, [], seconds)
 
     def bound_s(self, task: Task) -> float:
         """Seconds within which `run_samples` returns."""
@@ -131,13 +136,11 @@ class EvaluatorWorker:
         limit = task.stopping.max_seconds
         return spec.timeouts if limit is None else replace(spec.timeouts, run_s=min(limit, spec.timeouts.run_s))
 
-    def _episode(
-        self, task: Task, index: int, attempt: Attempt, context: StepContext, group: GroupGenerator, timeouts: PhaseTimeouts
-    ) -> tuple[Episode, SampleGenerator]:
+    def _generator(
+        self, task: Task, index: int, attempt: Attempt, group: GroupGenerator, timeouts: PhaseTimeouts, deadlines: Deadlines
+    ) -> SampleGenerator:
         seed = sample_seed(task, index, attempt.failures)
-        clock = asyncio.get_running_loop().time
-        generator = SampleGenerator(group, f"{task.ordinal}.{index}", task.sampling, seed, timeouts.turn_s, clock)
-        return Episode(task, index, context, generator, self._renderer, attempt.failures, self._offload), generator
+        return SampleGenerator(group, f"{task.ordinal}.{index}", task.sampling, seed, timeouts.turn_s, deadlines)
 
     def _acting(self, task: Task) -> GroupGenerator | None:
         """Of a teacher that acts and has an engine."""
@@ -148,21 +151,34 @@ class EvaluatorWorker:
             raise ConfigError(f"teachers.{alias} acts in {task.dataset}, and no engine serves it here")
         return GroupGenerator(self._teachers[alias], Version(), self._policy)
 
-    def _equipped(
-        self, episode: Episode, student: SampleGenerator, acting: GroupGenerator | None, token: PlacementToken
+    def _episode(
+        self,
+        task: Task,
+        index: int,
+        attempt: Attempt,
+        context: StepContext,
+        token: PlacementToken,
+        student: SampleGenerator,
+        acting: GroupGenerator | None,
     ) -> Episode:
         """With a teacher, where one acts, and with sandboxes within the token."""
-        task, context, spec = episode.task, episode.context, self._specs[episode.task.task_type]
+        spec, failures = self._specs[task.task_type], attempt.failures
 
         async def open_sandbox(part: str, contents: Contents) -> Sandbox:
-            name = sandbox_name(self._run, context.phase, context.step, task.ordinal, episode.index, episode.attempt)
+            name = sandbox_name(self._run, context.phase, context.step, task.ordinal, index, failures)
             limits = Limits(token.cpu or 1.0, int((token.memory_gb or 1.0) * 1024), spec.sandbox.processes, spec.sandbox.file_mb)
             return await self._sandboxes[task.task_type].open(f"{name}-{part}", contents, limits)
 
-        return replace(
-            episode,
+        return Episode(
+            task,
+            index,
+            context,
+            student,
+            self._renderer,
+            failures,
+            self._offload,
             teacher=self._teacher(task, student, acting),
-            executor_of=executors(self._config, task, episode.index, episode.attempt, context),
+            executor_of=executors(self._config, task, index, failures, context),
             open_sandbox=open_sandbox,
             sandbox=spec.sandbox,
         )
@@ -171,11 +187,6 @@ class EvaluatorWorker:
         if task.teacher is None or not self._config.algorithm.mixes():
             return None
         return student.beside(acting or ReferenceTeacher(task, self._renderer), "teacher")
-
-    async def _play(self, episode: Episode, generator: SampleGenerator, timeouts: PhaseTimeouts, token: PlacementToken) -> Sample:
-        make_agent = self._makers[episode.task.task_type]
-        clock = asyncio.get_running_loop().time
-        return await play(make_agent, episode, timeouts, token=token, turns=generator.turns, clock=clock)
 
     async def _end(self, plays: list[asyncio.Task[Sample]], cleanup_s: float) -> None:
         """Cancel what still runs and wait for its cleanup; an agent that ignores this is kept, and named in the log."""
