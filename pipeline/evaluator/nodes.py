@@ -74,14 +74,14 @@ class Node:
             self.custom[name] -= units
         return True, chosen
 
-    def put_back(self, need: Need, gpu_id: int | None) -> None:
+    def put_back(self, need: Need, gpu_id: int | None, count: int) -> None:
         if gpu_id is not None:
-            self.gpus[gpu_id] += need.gpu
-            self.gpu += need.gpu
-        self.cpu += need.cpu
-        self.memory += need.memory
+            self.gpus[gpu_id] += count * need.gpu
+            self.gpu += count * need.gpu
+        self.cpu += count * need.cpu
+        self.memory += count * need.memory
         for name, units in need.custom:
-            self.custom[name] += units
+            self.custom[name] += count * units
 
     def fits(self, need: Need) -> int:
         """How many samples of this need could be placed now."""
@@ -155,26 +155,28 @@ class FreeNodes:
         if len(tokens) == count:
             return tokens
         for token in tokens:
-            self.put_back(token)
+            self.put_back(token, 1)
         return None
 
-    def put_back(self, token: PlacementToken) -> None:
+    def put_back(self, token: PlacementToken, count: int) -> None:
+        """`count` tokens that are equal."""
         node = self.by_name[token.node]
         need = need_of(token)
-        node.put_back(need, token.gpu_id)
-        self._changed(node, need, 1)
+        node.put_back(need, token.gpu_id, count)
+        self._changed(node, need, count)
 
     def set_up(self, name: str, up: bool) -> None:
         """A node that is down gives no tokens; those that are out can still come back."""
         self.by_name[name].up = up
         self._rebuild()
 
-    def _changed(self, node: Node, need: Need, sign: int) -> None:
+    def _changed(self, node: Node, need: Need, count: int) -> None:
+        """So many samples' needs came back; below 0, they were taken."""
         if not node.up:
             return
-        self.gpu += sign * need.gpu
-        self.cpu += sign * need.cpu
-        self.memory += sign * need.memory
+        self.gpu += count * need.gpu
+        self.cpu += count * need.cpu
+        self.memory += count * need.memory
         node.stamp += 1
         heapq.heappush(self._heap, (-node.gpu, -node.memory, node.order, node.stamp))
         if len(self._heap) > 64 + 8 * len(self._nodes):

@@ -72,13 +72,13 @@ class PlacementPool:
 
     def release(self, tokens: Iterable[PlacementToken]) -> None:
         """Give tokens back. Raises ValueError for one that is not out: a double release would invent capacity."""
-        for token in tokens:
-            if self._held[token] <= 0:
+        for token, count in Counter(tokens).items():
+            if self._held[token] < count:
                 raise ValueError(f"{token} is not held")
-            self._held[token] -= 1
+            self._held[token] -= count
             if not self._held[token]:
                 del self._held[token]
-            self._free.put_back(token)
+            self._free.put_back(token, count)
         self._too_many.clear()
         self._admit()
 
