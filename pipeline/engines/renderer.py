@@ -116,7 +116,8 @@ class ChatRenderer:
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text without special tokens; ids of a padded vocabulary mean nothing and give nothing."""
-        return self._tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True)
+        ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else [int(token) for token in token_ids]
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def token_text(self, token_id: int) -> str:
         """One token as text, special ones by their name."""

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from pipeline.evaluation.summary import classes
 from pipeline.evaluator.groups import GroupEnd
 
@@ -40,7 +42,7 @@ class RolloutReport:
         self.committed += 1
         self.samples += len(samples)
         self.aborted += sum(sample.status == "aborted" for sample in samples)
-        self.tokens += sum(int((sample.versions >= 0).sum()) for sample in samples)
+        self.tokens += sum(np.count_nonzero(sample.versions >= 0) for sample in samples)
         self.failure_classes.update(classes(samples))
 
     def as_dict(self) -> dict[str, Any]:
