@@ -24,6 +24,7 @@ from pipeline.engines.weights import Published, WeightStore
 from pipeline.errors import EngineError
 from pipeline.evaluator.admission import INFRASTRUCTURE_CPU
 from pipeline.fetcher.catalog import Catalog
+from pipeline.heap import tune_collector
 from pipeline.paths import RunPaths
 
 OPTIONS: dict[str, Any] = {
@@ -85,6 +86,7 @@ class StudentEngine(_EngineReplica):
         published = await _first_weights(weights, config.run.start_timeout_s)
         log = paths.log / f"student_server_{os.getpid()}.log"
         self.engine = await asyncio.to_thread(open_student, config, published.path, weights, published.version, log)
+        tune_collector()
 
 
 @serve.deployment(**OPTIONS)
@@ -95,6 +97,7 @@ class TeacherEngine(_EngineReplica):
         take_turns()
         config = read_config(paths.config).config
         self.engine = await asyncio.to_thread(_teacher, config, alias, paths)
+        tune_collector()
 
 
 async def _first_weights(weights: WeightStore, timeout_s: float) -> Published:

@@ -15,7 +15,6 @@ from pipeline.evaluation import details
 from pipeline.evaluator.pool import EvaluatorPool
 from pipeline.evaluator.saved import SavedTrajectories, open_saved
 from pipeline.evaluator.spec import NodeSpec
-from pipeline.heap import tune_collector
 from pipeline.paths import evaluation_id
 from pipeline.teacher.on_demand import ScoreOnDemand
 
@@ -32,7 +31,6 @@ class EvaluatorPoolActor(StageActor):
         self.fetcher = RemoteStage(self.paths.run_id, "fetcher")
         self.scorer = RemoteStage(self.paths.run_id, "teacher_scorer")
         self.weights = WeightStore(self.paths.weights)
-        tune_collector()
         saved = await asyncio.to_thread(open_saved, self.config.rollout.reuse, self.paths.root.parent)
         await asyncio.gather(*(worker.clear() for worker in self._workers("student")))
         return self._pool("student", on_demand(self.config, self.paths, "inline"), saved)

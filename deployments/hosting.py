@@ -23,6 +23,7 @@ from pipeline.config.loading import read_config
 from pipeline.config.schema import RunConfig
 from pipeline.errors import FencedOut, StageFailed
 from pipeline.evaluator.admission import INFRASTRUCTURE_CPU
+from pipeline.heap import tune_collector
 from pipeline.paths import RunPaths
 
 BEAT_S = 1.0
@@ -86,6 +87,7 @@ class StageActor:
     async def _start(self) -> Any:
         try:
             service = await self.build()
+            tune_collector()
         except Exception as error:
             self.log.exception("could not start")
             raise StageFailed(self.stage, f"could not start: {type(error).__name__}: {error}") from error
