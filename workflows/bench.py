@@ -30,42 +30,45 @@ SCRIPTED = (
     "eval.items=1",
 )  # fmt: skip
 """64 slots, 1 s a request, 512 requests a step: 8 s for the bare engine."""
-TORCH = ("trainer.steps=12", "eval.items=1")
+TORCH = ("trainer.steps=18", "eval.items=1")
+READ = {"scripted": 0, "torch": 6}
+"""The last steps of a run are not timed: the CPU that they take is read, which takes some itself."""
 ON_POLICY = ("algorithm.name=grpo", "rollout.max_staleness=0", "eval.every=0", "eval.teacher=false", "observe.bars=false")
 """Without a teacher, and with no training beside the rollouts: the rollouts have the machine."""
 WARM = 1
 """Steps left out of the figures: the first loads what later ones find loaded."""
-
-
 CORES = len(os.sched_getaffinity(0))
 
 
 def figures(path: Path, root: Path) -> dict[str, Any]:
     """`pipeline_over_engine_*`: throughput of rollout[k] over the bare engine's; 1 is an engine without a pipeline around it.
 
-    `*_cpu_s`: CPU of all processes from the start of a rollout to its end, mean; `*_cpu_s_<part>`: of those which do it.
-    `*_cpu_bound`: what `over_engine` would be if none of the cores were idle in that time.
+    `torch_cpu_s`: CPU of all processes from the start of a rollout to its end, mean; `torch_cpu_s_<part>`: of those which do it.
+    `torch_cpu_bound`: what `pipeline_over_engine_torch` would be if no core were idle in that time.
     """
     found = {}
     for name, overrides in (("scripted", SCRIPTED), ("torch", TORCH)):
-        measured = measure(path, overrides, root, name)
+        measured = measure(path, overrides, root, name, READ[name])
         found |= {f"pipeline_over_engine_{name}": measured.pop("over_engine")} | {
             f"{name}_{key}": measured[key] for key in measured
         }
     return {"figures": found, "notes": [f"scripted: {' '.join(SCRIPTED)}", f"torch: {' '.join(TORCH)}"]}
 
 
-def measure(path: Path, overrides: tuple[str, ...], root: Path, name: str) -> dict[str, float]:
-    """Median seconds of rollout[k] in a run of `path`, and of the bare engine with the requests of the same steps."""
+def measure(path: Path, overrides: tuple[str, ...], root: Path, name: str, read: int) -> dict[str, float]:
+    """Median seconds of rollout[k] in a run of `path`, and of the bare engine with the requests of the same steps; of the last
+    `read` steps the CPU."""
     loaded = read_config(path, [*ON_POLICY, *overrides])
-    with NodeCpu(RunPaths(root / name).nodes, "rollout") as cpu:
+    timed = loaded.config.trainer.steps - read
+    with NodeCpu(RunPaths(root / name).nodes, "rollout", range(timed + 1, timed + read + 1)) as cpu:
         paths, config = completed_run(loaded, root, name)
     rollouts = [times["done"] - times["started"] for node, times in node_times(paths).items() if node.startswith("rollout[")]
     bare = asyncio.run(_bare(config, paths))
-    pipeline_s, engine_s = statistics.median(rollouts[WARM:]), statistics.median(bare[WARM:])
+    pipeline_s, engine_s = statistics.median(rollouts[WARM:timed]), statistics.median(bare[WARM:timed])
     found = {"pipeline_s": pipeline_s, "engine_s": engine_s, "over_engine": engine_s / pipeline_s}
-    spent = cpu.spent[WARM:]
-    parts = {part: statistics.fmean(node[part] for node in spent) for part in (*PARTS.values(), REST)}
+    if not read:
+        return found
+    parts = {part: statistics.fmean(node[part] for node in cpu.spent) for part in (*PARTS.values(), REST)}
     cpu_s = sum(parts.values())
     found |= {"cpu_s": cpu_s, "cpu_bound": min(1.0, engine_s * CORES / cpu_s)}
     return found | {f"cpu_s_{part}": seconds for part, seconds in parts.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 
@@ -17,11 +18,16 @@ REST = "rest"
 
 
 class NodeCpu:
-    """While it is open, it follows log/nodes.jsonl: from `started` to `done` of each node `<stage>[k]`, the CPU of all processes
-    below this one, by part. The clock of processes ticks every 10 ms: take sums over many nodes."""
+    """While it is open, it follows log/nodes.jsonl: from `started` to `done` of each `<stage>[step]`, the CPU of all processes
+    below this one, by part.
 
-    def __init__(self, nodes: Path, stage: str) -> None:
-        self._nodes, self._stage = nodes, stage
+    Reading takes milliseconds itself, so steps that are read are not to be timed; the clock of processes ticks every 10 ms, so
+    take sums over several.
+    """
+
+    def __init__(self, nodes: Path, stage: str, steps: Collection[int]) -> None:
+        self._nodes, self._stage = nodes, f"{stage}["
+        self._read_for = {f"{stage}[{step}]" for step in steps}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="cpu of nodes")
         self._known: list[tuple[psutil.Process, str]] = []
@@ -38,18 +44,22 @@ class NodeCpu:
 
     def _follow(self) -> None:
         before: Counter[str] = Counter()
-        seen = 0
+        read = 0
         while not self._closing.wait(POLL_S):
-            lines = self._nodes.read_text().splitlines() if self._nodes.exists() else []
-            for event in map(json.loads, lines[seen:]):
-                if not event["node"].startswith(f"{self._stage}["):
-                    continue
-                if event["event"] == "started":
+            if not self._nodes.exists() or self._nodes.stat().st_size == read:
+                continue
+            with open(self._nodes, "rb") as file:
+                file.seek(read)
+                lines = file.read()
+            read += len(lines)
+            for event in map(json.loads, lines.splitlines()):
+                wanted = event["node"] in self._read_for
+                if wanted and event["event"] == "started":
                     before = self._read()
-                else:
+                elif wanted:
                     self.spent.append(self._read() - before)
+                if event["event"] == "done" and event["node"].startswith(self._stage):  # nothing is timed or read before the next
                     self._known = [(each, _part(each)) for each in _processes()]
-            seen = len(lines)
 
     def _read(self) -> Counter[str]:
         found: Counter[str] = Counter()

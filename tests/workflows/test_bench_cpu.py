@@ -37,16 +37,18 @@ def test_what_a_child_works_in_a_node_counts_and_what_it_works_between_nodes_doe
             print("now", file=child.stdin, flush=True)
             child.stdout.readline()
 
-        with NodeCpu(nodes, "rollout") as cpu:
-            append_line(nodes, node="rollout[1]", event="started")
-            append_line(nodes, node="rollout[1]", event="done")
+        with NodeCpu(nodes, "rollout", [2, 3]) as cpu:
+            for event in ("started", "done"):
+                append_line(nodes, node="rollout[1]", event=event)
+            for event in ("started", "done"):
+                append_line(nodes, node="rollout[2]", event=event)
             wait_until(lambda: len(cpu.spent) == 1)
             work()
-            append_line(nodes, node="train[1]", event="started")
-            append_line(nodes, node="rollout[2]", event="started")
+            append_line(nodes, node="train[2]", event="started")
+            append_line(nodes, node="rollout[3]", event="started")
             time.sleep(0.2)  # a reading that comes late would leave out what is asked for here
             work()
-            append_line(nodes, node="rollout[2]", event="done")
+            append_line(nodes, node="rollout[3]", event="done")
             wait_until(lambda: len(cpu.spent) == 2)
         print(file=child.stdin, flush=True)
     assert WORKS_S - 0.05 <= cpu.spent[1][REST] <= 1.9 * WORKS_S
