@@ -1,7 +1,7 @@
 """Blocking work outside the event loop, in many small pieces: handing one over to a thread costs more than most verifiers do.
 
-Invariant: every piece that is asked for is done, by one of a few threads, and its result or exception reaches who asked. One thread
-does what is quick; a piece that takes long holds it up, and another one does what waits.
+Invariant: every piece that is asked for is done, by one of a few threads, and its result or exception reaches who asked. A piece
+that takes long holds up one thread, and the others do what waits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 THREADS = 8
-HELP_S = 0.005
-"""When something has waited this long, another thread begins."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,38 +49,19 @@ class Offload:
         self._waiting: deque[_Piece] = deque()
         self._done: deque[_Piece] = deque()
         self._told = False
-        self._called = False
-        self._help: asyncio.TimerHandle | None = None
 
     async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         loop = asyncio.get_running_loop()
         piece = _Piece(loop.create_future(), function, arguments)
         self._waiting.append(piece)
-        if self._idle < THREADS:
-            self._look_again(loop)
-        elif not self._called:
-            self._called = True
-            loop.call_soon(self._begin, loop)
+        self._start(loop)
         return await piece.future
 
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The first thread, for all that was asked for in one pass of the loop."""
-        self._called = False
-        self._start(loop)
-
-    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._help is None:
-            self._help = loop.call_later(HELP_S, self._held_up, loop)
-
-    def _held_up(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._help = None
-        self._start(loop)
-
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._waiting and self._idle:
+        """At most a thread for each piece that waits."""
+        if self._idle and THREADS - self._idle < len(self._waiting):
             self._idle -= 1
             self._threads.submit(self._work, loop)
-            self._look_again(loop)
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         """A thread, until nothing waits."""
@@ -105,4 +84,5 @@ class Offload:
 
     def _ended(self, loop: asyncio.AbstractEventLoop) -> None:
         self._idle += 1
-        self._start(loop)  # for what came when the thread had looked
+        if self._waiting:  # it came when the thread had looked
+            self._start(loop)
