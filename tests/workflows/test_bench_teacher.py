@@ -18,5 +18,5 @@ def test_three_whole_runs_give_the_figures_that_are_promised(tmp_path: Path) -> 
         "ray_permits_while_scoring_inline", "ray_stage_s", "ray_inline_s", "ray_none_s", "ray_train_s", "ray_hop_s",
     }  # fmt: skip
     assert found["ray_stage_over_none"] == pytest.approx(found["ray_stage_s"] / found["ray_none_s"])
-    # The last group of steps 2 and 3 is rolled out, and scored, between the ends of steps 1 and 3.
-    assert found["ray_hop_s"] > 0 and found["ray_none_s"] > 0.1 and found["ray_inline_s"] > 0.2 and found["ray_stage_s"] > 0.2
+    # Step 3 rolls out once step 1 is trained: two rollouts of 0.1 s or more follow one another, and two calls of 0.09 s.
+    assert found["ray_hop_s"] > 0 and found["ray_none_s"] > 0.2 and found["ray_inline_s"] > 0.38 and found["ray_stage_s"] > 0.38
