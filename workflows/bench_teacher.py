@@ -89,7 +89,8 @@ def _over_bound(workload: Workload, root: Path) -> float:
 
 
 def _seconds(paths: RunPaths, workload: Workload) -> float:
-    """From the first rollout of the workload, before which one step was trained, to the last training."""
+    """From the first rollout of the workload to the last training. On the virtual clock the second rollout begins with the first;
+    here it begins a training later, which costs the stage nothing and the inline hook 0.1 s less: 1.63 times in place of 1.65."""
     times, before = node_times(paths), _before(workload)
     return times[f"train[{before + workload.steps}]"]["done"] - times[f"rollout[{before + 1}]"]["started"]
 
