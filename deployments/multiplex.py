@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import math
 import pickle
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -47,8 +46,7 @@ Call = tuple[Any, ...]
 Carrier = Callable[[list[Call]], AsyncIterator[Sequence[Answer]]]
 """Takes the arguments of several calls to where they are answered, and yields the answers as they come."""
 GATHER_S = 0.002
-"""After some answers the next wait this long for others, unless they are the last: sending costs both processes about a
-millisecond. One that comes alone goes at once."""
+"""An answer waits this long for others, unless it is the last: sending one costs both processes about a millisecond."""
 ARGUMENT_BYTES = 96 * 1024
 """Ray carries an argument of up to 100 KiB in the request."""
 REQUEST_BYTES = 1024 * 1024
@@ -134,7 +132,7 @@ async def answers(calls: Sequence[Call], play: Callable[..., Awaitable[Any]]) ->
     """The other side: plays all calls at the same time, and yields what is done, together with what else is done by then."""
     done: list[Answer] = []
     more, last = asyncio.Event(), asyncio.Event()
-    left, sent = len(calls), -math.inf
+    left = len(calls)
 
     def ended(number: int, task: asyncio.Task[Any]) -> None:
         nonlocal left
@@ -151,11 +149,10 @@ async def answers(calls: Sequence[Call], play: Callable[..., Awaitable[Any]]) ->
         while left or done:
             await more.wait()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(sent + GATHER_S):
+                async with asyncio.timeout(GATHER_S):
                     await last.wait()
             more.clear()
             ready, done[:] = list(done), []
-            sent = asyncio.get_running_loop().time()
             yield ready
     finally:
         for task in tasks:
