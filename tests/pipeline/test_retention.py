@@ -39,7 +39,7 @@ async def paths(tmp_path, config) -> RunPaths:
         for step in range(1, STEPS + 1):
             slots = await buffer.assign(step, TASKS, None)
             for slot in slots:
-                await roll_out(buffer, slot.ordinal, step, tokens=6000 if slot.slot else 5)
+                await roll_out(buffer, slot.ordinal, step, tokens=8000 if slot.slot else 5)
             await buffer.close_rollout(step)
             await buffer.select(step)
             await buffer.record_step(step, {"step": step})
