@@ -114,7 +114,7 @@ class Supervisor:
 
     def _in_flight(self, slow: int | None = None) -> int | None:
         """Requests that are being answered; None: nobody answers. slow: what a service counts as that does not say in time."""
-        host = self._settings.host if self._settings.loopback else "127.0.0.1"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.host, self._settings.host)
         address = f"http://[{host}]" if ":" in host else f"http://{host}"
         try:
             reply = httpx.get(f"{address}:{self._settings.port}{HEALTH}", timeout=ANSWER_S, trust_env=False, verify=False)

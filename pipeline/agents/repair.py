@@ -1,20 +1,21 @@
 """What is done to a repair task in a sandbox: its patch taken, a patch applied, its tests run.
 
 Invariant: a patch is judged in a fresh sandbox, and the tests that judge it are those of the test patch, whatever was done to them.
-The patched program runs in one process with its tests, so what it gives is judged here, by answers that are not there (`sealing`).
+The patched program runs in one process with its tests, so that they pass is believed when it also gives the answers without them
+(`sealing`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 import shlex
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from pipeline.agents.sealing import Judged, Seals
+from pipeline.agents.sealing import Seals
 from pipeline.errors import PatchError, VerifierError
 from pipeline.fetcher.swe import Repair
 from pipeline.sandboxes.base import Contents, Ran, Sandbox
@@ -83,79 +84,82 @@ async def run_tests(sandbox: Sandbox, repair: Repair, ids: Sequence[str], timeou
 
 
 async def solves(open_sandbox: OpenSandbox, repair: Repair, patch: str, timeout_s: float) -> bool:
-    """Whether FAIL_TO_PASS and PASS_TO_PASS pass with the patch.
+    """Whether FAIL_TO_PASS and PASS_TO_PASS pass with the patch, and that is to be believed.
 
-    Only plain data is compared out of the program's reach. Where it gives something else, the reference patch must do so, too, and
-    the test itself compares. Raises VerifierError when it cannot be found out.
+    It is when the program gives the right answers to tests that do not state them, and the runner fails what is not there; and
+    where the reference patch cannot do that either. Raises VerifierError when it cannot be found out.
     """
     if not patch.strip():
         return False
-    clock = asyncio.get_running_loop().time
-    ends_at = clock() + timeout_s
-    found = await _judge(open_sandbox, repair, patch, timeout_s)
-    if not found.holds or not found.foreign:
-        return found.holds
-    left_s = max(LEAST_S, ends_at - clock())
-    known = await _judge(open_sandbox, repair, repair.patch, timeout_s)
-    if not found.foreign <= known.foreign:
+    async with _patched(open_sandbox, repair, patch) as patched:
+        if patched is None:
+            return False
+        ran = await run_tests(patched[0], repair, _tests(repair), timeout_s)
+    if ran.exit_code != 0:
         return False
-    found = await _judge(open_sandbox, repair, patch, left_s, known.foreign)
-    return found.holds and not found.foreign
+    left_s = max(LEAST_S, timeout_s - ran.seconds)
+    return await _credible(open_sandbox, repair, patch, left_s) or not await _credible(open_sandbox, repair, repair.patch, left_s)
 
 
-async def _judge(
-    open_sandbox: OpenSandbox, repair: Repair, patch: str, timeout_s: float, opened: frozenset[int] = frozenset()
-) -> Judged:
-    """opened: places of the tests where they compare themselves."""
-    failed = Judged(False, frozenset())
+async def _credible(open_sandbox: OpenSandbox, repair: Repair, patch: str, timeout_s: float) -> bool:
+    tests = _tests(repair)
+    async with _patched(open_sandbox, repair, patch, tests) as patched:
+        if patched is None:
+            return False
+        sandbox, seals = patched
+        await run_tests(sandbox, repair, tests, timeout_s)
+        said = await _read(sandbox, seals.said_in) if seals.places else ""
+        if said is None or not seals.judge(said.splitlines()):
+            return False
+        absent = await run_tests(sandbox, repair, [tests[0] + ABSENT], LEAST_S)
+        return absent.exit_code != 0 and not absent.timed_out
+
+
+@asynccontextmanager
+async def _patched(
+    open_sandbox: OpenSandbox, repair: Repair, patch: str, sealed: Sequence[str] = ()
+) -> AsyncIterator[tuple[Sandbox, Seals] | None]:
+    """A fresh sandbox with the test patch, the seals of `sealed` tests, and the patch; None when it does not apply."""
     sandbox = await open_sandbox("verify", repair.contents)
     try:
         _good(await apply(sandbox, repair.test_patch), f"the test patch of {repair.instance_id} does not apply")
-        if (await apply(sandbox, patch, _kept(repair))).exit_code != 0:
-            return failed
-        tests = [*repair.fail_to_pass, *repair.pass_to_pass]
-        seals, whole = await _seal(sandbox, tests, opened)
-        ran = await run_tests(sandbox, repair, tests, timeout_s)
-        if ran.exit_code != 0:
-            return failed
-        if not whole:
-            absent = await run_tests(sandbox, repair, [tests[0] + ABSENT], max(LEAST_S, timeout_s - ran.seconds))
-            if absent.exit_code == 0 or absent.timed_out:
-                return failed  # a runner that passes what is not there
-        said = await _read(sandbox, seals.said_in) if seals.places else ""
-        return failed if said is None else seals.judge(said.splitlines())
+        seals = await _seal(sandbox, sealed)
+        applied = await apply(sandbox, patch, _kept(repair))
+        yield (sandbox, seals) if applied.exit_code == 0 else None
     finally:
         await sandbox.close()
 
 
-async def _seal(sandbox: Sandbox, tests: Sequence[str], opened: frozenset[int]) -> tuple[Seals, bool]:
-    """In place. Returns whether all of the tests are sealed."""
+async def _seal(sandbox: Sandbox, tests: Sequence[str]) -> Seals:
+    """In place."""
     asked: dict[str, set[str]] = {}
     """Path -> names of tests that may be in that file."""
     for test in tests:
         for path, name in _places(test):
             asked.setdefault(path, set()).add(name)
+    if not asked:
+        return Seals("")
     named = "\0".join(asked).encode()
     looking = await sandbox.run("pwd; xargs -0 ls -d -- 2>/dev/null || true", GIT_S, stdin=named, output_bytes=TEXT_BYTES)
     there = _good(looking, "the tests cannot be found").output.splitlines()
-    seals = Seals(f"{there[0]}/.{secrets.token_hex(8)}", opened)
-    sealed: set[tuple[str, str]] = set()
+    seals = Seals(f"{there[0]}/.{secrets.token_hex(8)}")
     for path in there[1:]:
-        source = await _read(sandbox, path)
-        if source is None or path not in asked:
-            continue
-        text, names = seals.seal(source, asked[path])
-        if names:
+        source = await _read(sandbox, path) if path in asked else None
+        text = None if source is None else seals.seal(source, asked[path])
+        if text is not None:
             writing = await sandbox.run(f"cat > {shlex.quote(path)}", GIT_S, stdin=text.encode())
             _good(writing, f"{path} cannot be sealed")
-        sealed |= {(path, name) for name in names}
-    return seals, all(sealed.intersection(_places(test)) for test in tests)
+    return seals
 
 
 async def _read(sandbox: Sandbox, path: str) -> str | None:
     """None for what is no text, not there, or above TEXT_BYTES."""
     ran = await sandbox.run(f"cat -- {shlex.quote(path)}", GIT_S, output_bytes=TEXT_BYTES)
     return None if ran.exit_code != 0 or ran.left_out or UNREADABLE in ran.output else ran.output
+
+
+def _tests(repair: Repair) -> list[str]:
+    return [*repair.fail_to_pass, *repair.pass_to_pass]
 
 
 def _places(test: str) -> list[tuple[str, str]]:
@@ -203,7 +207,7 @@ async def prove(open_sandbox: OpenSandbox, repair: Repair, timeout_s: float) -> 
 
 def _kept(repair: Repair) -> list[str]:
     """What no patch may bring along: the files of the tests, and what Python would import in their place."""
-    named = {path for test in (*repair.fail_to_pass, *repair.pass_to_pass) for path, _ in _places(test)}
+    named = {path for test in _tests(repair) for path, _ in _places(test)}
     tests = set(_TOUCHED.findall(repair.test_patch))
     stems = [PurePosixPath(file).with_suffix("") for file in tests]
     shadows = {f"{stem}{rest}" for stem in stems for rest in (".*", "/*")}

@@ -2,14 +2,20 @@
 nothing else.
 
 Invariant: values that are equal have one text, and a text comes from what Python itself holds for them, not from what their own
-classes say. What is no plain data has none: its class decides what it equals.
+classes say. What is no plain data has none: its class decides what it equals, and is asked only whether it equals everything.
 """
 
 import hashlib
 import os
 
 FOREIGN = "?"
+LIAR = "!"
+"""Of what equals everything."""
 LONGEST = 100
+
+
+class Nobody:
+    """Equals nothing but itself."""
 
 
 def begin(path):
@@ -24,8 +30,8 @@ def begin(path):
             write(file, (line + "\n").encode())
 
     def look(place, value):
-        """The value, of which it is said when it is foreign."""
-        if text(value) == FOREIGN:
+        """The value, of which it is said when it is no plain data."""
+        if text(value) in (FOREIGN, LIAR):
             say(place, value)
         return value
 
@@ -34,13 +40,14 @@ def begin(path):
 
 def text(value):
     known = _text(value)
-    if FOREIGN in known:
-        return FOREIGN
+    for mark in (LIAR, FOREIGN):
+        if mark in known:
+            return mark
     return known if len(known) <= LONGEST else hashlib.sha256(known.encode()).hexdigest()
 
 
 def _text(value):
-    """No value's own methods are called, which could say anything."""
+    """No plain value's own methods are called, which could say anything."""
     kind = type(value)
     if value is None:
         return "none"
@@ -62,4 +69,7 @@ def _text(value):
             return "u(" + ",".join(sorted(map(_text, base.__iter__(value)))) + ")"
     if issubclass(kind, dict):
         return "d(" + ",".join(sorted(_text(key) + ":" + _text(held) for key, held in dict.items(value))) + ")"
-    return FOREIGN
+    try:
+        return LIAR if (value == Nobody()) is True else FOREIGN
+    except Exception:
+        return FOREIGN

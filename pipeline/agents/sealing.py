@@ -1,9 +1,9 @@
 """Tests without the answers: where a test compares a value with one that it states, the statement is taken out of it and kept here.
-What the program under test gave is said by the test and judged here, so that no runner, and nothing that equals everything, has a
-say in it.
+What the program under test gave is said by the test and judged here, so that no runner has a say in it, and nothing that equals
+everything.
 
-Invariant: a sealed test does what the test does, up to its first assertion that fails; from a test that is not understood nothing
-is taken.
+Invariant: of a program with which the test passes, a sealed test says what is right, unless the test goes by its own failures; from
+a test that is not understood nothing is taken.
 """
 
 from __future__ import annotations
@@ -43,57 +43,47 @@ class Place:
         return len(said) == 1 and (said[0] in FALSE) == (self.kind == "false")
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    holds: bool
-    """Everything that was to be said was said, and is right, but for what is foreign."""
-    foreign: frozenset[int]
-    """Places where something else than plain data was compared."""
-
-
 @dataclass(slots=True)
 class Seals:
     """Of all test files of one task."""
 
     said_in: str
     """Absolute path, in the sandbox, of the file that sealed tests write."""
-    open: frozenset[int] = frozenset()
-    """Places that stay as they are in the test."""
     places: list[Place] = field(default_factory=list)
     needed: set[int] = field(default_factory=set)
+    """Those at which every course of a test comes by."""
 
-    def seal(self, source: str, tests: Collection[str]) -> tuple[str, set[str]]:
-        """tests: `Class.method`, `function`, `Class`, or "" for all. Returns the sealed text, and those tests that are in it."""
+    def seal(self, source: str, tests: Collection[str]) -> str | None:
+        """tests: `Class.method`, `function`, `Class`, or "" for all. Returns the sealed text; None when none of them is in it."""
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError):
-            return source, set()
-        sealed: set[str] = set()
-        for name, function in _functions(tree.body):
-            asked = {test for test in tests if _is_part(name, test)}
-            if asked:
-                self._seal(function)
-                sealed |= asked
+            return None
+        asked = [function for name, function in _functions(tree.body) if any(_is_part(name, test) for test in tests)]
+        if not asked:
+            return None
+        for function in asked:
+            self._seal(function)
         at = 1 if ast.get_docstring(tree) is not None else 0
         while at < len(tree.body) and isinstance(tree.body[at], ast.ImportFrom) and tree.body[at].module == "__future__":
             at += 1
         beginning = f"_said = {{}}; exec({SAYING!r}, _said); _say, _look = _said['begin']({self.said_in!r})"
         tree.body[at:at] = ast.parse(beginning).body
-        return ast.unparse(ast.fix_missing_locations(tree)), sealed
+        return ast.unparse(ast.fix_missing_locations(tree))
 
-    def judge(self, lines: list[str]) -> Judged:
+    def judge(self, lines: list[str]) -> bool:
+        """Whether all that was to be said was said, and is right. What is no plain data is, unless it equals everything."""
         numbers = {str(number): number for number in range(len(self.places))}
-        foreign: set[int] = set()
         said: set[int] = set()
         for line in lines:
             name, *texts = line.split(" ")
             number = numbers.get(name)
-            if number is None or not (saying.FOREIGN in texts or self.places[number].holds(texts)):
-                return Judged(False, frozenset())
+            if number is None or saying.LIAR in texts:
+                return False
+            if saying.FOREIGN not in texts and not self.places[number].holds(texts):
+                return False
             said.add(number)
-            if saying.FOREIGN in texts:
-                foreign.add(number)
-        return Judged(self.needed <= said, frozenset(foreign))
+        return self.needed <= said
 
     def place(self, place: Place) -> int:
         self.places.append(place)
@@ -101,16 +91,14 @@ class Seals:
 
     def _seal(self, function: Function) -> None:
         end = self.place(Place("end"))
-        straight = not any(isinstance(node, ast.Return) for node in ast.walk(function))
+        self.needed.add(end)
         sealer = _Sealer(self, end)
         body: list[ast.stmt] = []
         for statement in function.body:
-            before = len(self.places)
             made = sealer.visit(statement)
             body += made if isinstance(made, list) else [made]
-            if straight and isinstance(statement, ast.Assert | ast.Expr):
-                self.needed |= set(range(before, len(self.places))) - self.open
-        self.needed.add(end)
+        if not sealer.returns:
+            self.needed |= sealer.straight
         function.body = [*body, _say(end)]
 
 
@@ -120,15 +108,29 @@ class _Sealer(ast.NodeTransformer):
     def __init__(self, seals: Seals, end: int) -> None:
         self._seals = seals
         self._end = end
+        self._branches = 0
+        self.straight: set[int] = set()
+        """Places that are in no branch."""
+        self.returns = False
 
-    def visit_Assert(self, node: ast.Assert) -> ast.stmt | list[ast.stmt]:
-        return self._assertion(node, node.test)
+    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
+        return self._assertion(node.test)
 
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt | list[ast.stmt]:
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
         test = _asserted(node.value)
-        return node if test is None else self._assertion(node, test)
+        return node if test is None else self._assertion(test)
+
+    def visit_If(self, node: ast.stmt) -> ast.AST:
+        self._branches += 1
+        try:
+            return self.generic_visit(node)
+        finally:
+            self._branches -= 1
+
+    visit_Try = visit_While = visit_Match = visit_If
 
     def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
+        self.returns = True
         return [_say(self._end), node]
 
     def visit_FunctionDef(self, node: ast.AST) -> ast.AST:
@@ -137,18 +139,21 @@ class _Sealer(ast.NodeTransformer):
 
     visit_AsyncFunctionDef = visit_ClassDef = visit_Lambda = visit_FunctionDef
 
-    def _assertion(self, node: ast.stmt, test: ast.expr) -> ast.stmt | list[ast.stmt]:
+    def _assertion(self, test: ast.expr) -> ast.stmt:
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
             left, right = test.left, test.comparators[0]
             known = [_literal(side) for side in (left, right)]
             values = [left] if known[1] is not None else [right] if known[0] is not None else [left, right]
-            number = self._seals.place(Place("equal", known[1] or known[0]))
-            return node if number in self._seals.open else _say(number, *values)
+            return _say(self._place(Place("equal", known[1] or known[0])), *values)
         negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-        number = self._seals.place(Place("false" if negated else "true"))
-        if number in self._seals.open:
-            return node
+        number = self._place(Place("false" if negated else "true"))
         return _say(number, _Looker(number).visit(test.operand if negated else test))
+
+    def _place(self, place: Place) -> int:
+        number = self._seals.place(place)
+        if not self._branches:
+            self.straight.add(number)
+        return number
 
 
 class _Looker(ast.NodeTransformer):

@@ -17,7 +17,8 @@ MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 """OpenAI takes 4; tasks of lm-eval have more."""
-Stop = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
+Stop = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS, pattern="^[^\ufffd]*$")]
+"""Without U+FFFD, which is what stands for bytes that are no text yet."""
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 _TEXT_PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}, "required": ["type", "text"]}
@@ -65,6 +66,7 @@ class _Request(BaseModel):
     stream: bool = False
     """Server-sent events: each token when it is made, unless the engine says only whole choices (kind `openai`)."""
     stream_options: StreamOptions | None = None
+    """Of a reply that is no stream it asks nothing."""
     return_token_ids: bool = False
     """Also `prompt_token_ids` and the `token_ids` of each choice."""
     user: str | None = None

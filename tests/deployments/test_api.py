@@ -329,6 +329,7 @@ async def test_a_wrong_completion_names_the_key(here, body, param):
         ("completions", b"[]", None, "the body: []: input should be a valid dictionary"),
         ("completions", b"{", None, "the body is no JSON: "),
         ("chat/completions", b'{"messages": [{"content": "a"}]}', "messages.0.role", "messages.0.role: this key is required"),
+        ("completions", b'{"prompt": "a", "stop": ["b", "c\\ufffd"]}', "stop.1", "stop.1: 'c\ufffd': string should match pattern"),
         ("chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "max_completion_tokens": 4}',
          "max_completion_tokens", "max_completion_tokens: 4 stands beside max_tokens 3: say one of the two"),
         ("chat/completions", b'{"messages": [{"role": "assistant", "content": null, "tool_calls": [{"id": "1"}]}]}',

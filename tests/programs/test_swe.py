@@ -122,6 +122,7 @@ TRICKS = {
     "down = lambda x: 9\nEND",
     "reads_the_answer": "cat > a.py <<'END'\nimport re\n"
     "down = lambda x: int((re.findall('== ([0-9]+)', open('test_a.py').read()) or '9')[0])\nEND",
+    "fails_and_ends": "printf 'import atexit, os\\natexit.register(lambda: os._exit(0))\\ndef down(x): return 1 / 0\\n' > a.py",
     "says_what_is_asked_for": "cat > a.py <<'END'\nimport os, re, glob\nfor file in glob.glob('.[0-9a-f]*'):\n"
     "    for place in range(9): open(file, 'a').write(f'{place}\\n')\ndown = lambda x: 9\nEND",
 }
@@ -136,10 +137,11 @@ async def test_what_is_done_to_the_tests_and_their_runner_wins_nothing(world: Wo
 def test_pytest_and_its_fixtures_see_the_same_tests(tmp_path: Path):
     seals = Seals(str(tmp_path / "said"))
     source = "import pytest\n@pytest.mark.parametrize('n', [1, 2])\ndef test_n(n, tmp_path):\n    assert n + 1 == n - -1\n"
-    text, _ = seals.seal(source + "    with pytest.raises(ValueError):\n        int('x')\n", ["test_n"])
+    text = seals.seal(source + "    with pytest.raises(ValueError):\n        int('x')\n", ["test_n"])
+    assert text is not None
     (tmp_path / "test_n.py").write_text(text)
     subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_n.py"], cwd=tmp_path, check=True)
-    assert seals.judge((tmp_path / "said").read_text().splitlines()).holds
+    assert seals.judge((tmp_path / "said").read_text().splitlines())
 
 
 WRAPPED = {
@@ -151,6 +153,22 @@ WRAPPED = {
     },
     "PASS_TO_PASS": [],
 }
+
+
+async def test_another_value_than_that_of_the_reference_counts_as_the_test_has_it(tmp_path: Path):
+    task = {**DOWN, "PASS_TO_PASS": "[]"}
+    fraction = "printf 'from fractions import Fraction\ndef down(x): return Fraction(x - {})\n' > a.py"
+    for less, reward in ((1, 1.0), (2, 0.0)):
+        sample, _ = await World(tmp_path, [task]).play(block(fraction.format(less)), block("submit"))
+        assert sample.reward == reward
+
+
+async def test_a_task_whose_tests_go_by_their_own_failures_can_be_solved(tmp_path: Path):
+    test = "        with self.assertRaises(AssertionError):\n            self.assertEqual(down(2), 3)\n"
+    patch = DOWN["test_patch"].replace("+        assert down(2) == 1\n", "".join(f"+{line}\n" for line in test.splitlines()))
+    task = {**DOWN, "test_patch": patch.replace("+1,8", "+1,9")}
+    sample, _ = await World(tmp_path, [task]).play(block(MEND), block("submit"))
+    assert sample.reward == 1.0
 
 
 async def test_a_program_whose_values_are_its_own_is_compared_by_the_test_where_the_reference_is_too(tmp_path: Path):

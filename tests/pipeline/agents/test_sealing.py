@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 
 from pipeline.agents import saying
-from pipeline.agents.sealing import Judged, Seals
+from pipeline.agents.sealing import Seals
 
 ANYTHING = "type('A', (int,), {'__eq__': lambda *a: True, '__lt__': lambda *a: True, '__hash__': int.__hash__})(9)"
+LIAR = (
+    "type('A', (), {'__eq__': lambda *a: True, '__lt__': lambda *a: True, '__hash__': id,"
+    " '__sub__': lambda *a: a[0], '__abs__': lambda a: a})()"
+)
 
 
-def judged(folder: Path, test: str, got: str, opened: frozenset[int] = frozenset()) -> Judged:
+def judged(folder: Path, test: str, got: str) -> bool:
     """test: statements of a test. got: an expression, the value of f()."""
-    seals = Seals(str(folder / "said"), opened)
+    seals = Seals(str(folder / "said"))
     source = f"'''Doc.'''\nfrom __future__ import annotations\ndef f(): return {got}\ndef test_f(self=None):\n"
-    sealed, names = seals.seal(source + "".join(f"    {line}\n" for line in test.splitlines()), ["test_f"])
-    assert names == {"test_f"}
+    sealed = seals.seal(source + "".join(f"    {line}\n" for line in test.splitlines()), ["test_f"])
+    assert sealed is not None
     (folder / "said").touch()
     globals_: dict = {}
     exec(compile(sealed, "t.py", "exec"), globals_)
@@ -45,26 +49,39 @@ def judged(folder: Path, test: str, got: str, opened: frozenset[int] = frozenset
     ],
 )
 def test_a_value_is_judged_as_the_test_would(tmp_path: Path, test: str, right: str, wrong: str):
-    assert judged(tmp_path, test, right) == Judged(True, frozenset())
+    assert judged(tmp_path, test, right)
     (tmp_path / "said").unlink()
-    assert not judged(tmp_path, test, wrong).holds
+    assert not judged(tmp_path, test, wrong)
 
 
 @pytest.mark.parametrize("test", ["assert f() == 3", "assert f() == 2 + 1", "self.assertEqual(3, f())", "assert [f()] == [3]"])
 def test_what_equals_everything_is_what_it_holds(tmp_path: Path, test: str):
-    assert not judged(tmp_path, test, ANYTHING).holds
+    assert not judged(tmp_path, test, ANYTHING)
 
 
 @pytest.mark.parametrize(
     "test", ["assert f() == 3", "assert [f()] == [3]", "assert f() < 3", "assert f()", "assert abs(f() - 3) < 1"]
 )
-def test_what_is_no_plain_data_is_named_and_can_be_left_to_the_test(tmp_path: Path, test: str):
-    foreign = "__import__('fractions').Fraction(5, 2)"
-    found = judged(tmp_path, test, foreign)
-    assert found.holds and len(found.foreign) == 1
+def test_what_is_no_plain_data_is_left_to_the_test_unless_it_equals_everything(tmp_path: Path, test: str):
+    assert judged(tmp_path, test, "__import__('fractions').Fraction(5, 2)")
     (tmp_path / "said").unlink()
-    test = test.replace("== 3", "== 5 / 2").replace("[3]", "[2.5]")
-    assert judged(tmp_path, test, foreign, found.foreign) == Judged(True, frozenset())
+    assert not judged(tmp_path, test, LIAR)
+
+
+@pytest.mark.parametrize(
+    ("test", "needed"),
+    [
+        ("with self.subTest():\n    assert f() == 3", True),
+        ("for n in (1, 2):\n    assert f() == 3", True),
+        ("def g(x):\n    return x\nassert g(f()) == 3", True),
+        ("if f():\n    assert f() == 3", False),
+        ("try:\n    assert f() == 3\nexcept KeyError:\n    pass", False),
+    ],
+)
+def test_what_every_course_of_a_test_comes_by_must_be_said(test: str, needed: bool):
+    seals = Seals("/said")
+    seals.seal("def test_f():\n" + "".join(f"    {line}\n" for line in test.splitlines()), ["test_f"])
+    assert seals.judge(["0", "1 n3"]) and seals.judge(["0"]) is not needed
 
 
 @pytest.mark.parametrize(
@@ -73,21 +90,21 @@ def test_what_is_no_plain_data_is_named_and_can_be_left_to_the_test(tmp_path: Pa
 def test_nothing_but_all_that_is_right_holds(lines: str):
     seals = Seals("/said")
     seals.seal("def test_f():\n    assert f() == 3\n", ["test_f"])
-    assert seals.judge(["1 n3", "0"]).holds
-    assert not seals.judge(lines.split("|")).holds
+    assert seals.judge(["1 n3", "0"])
+    assert not seals.judge(lines.split("|"))
 
 
 def test_the_answers_are_not_in_a_sealed_test_and_the_others_stay():
     source = "class T:\n    def test_a(self):\n        assert f() == 1234\n    def test_b(self):\n        assert f() == 5678\n"
-    text, names = Seals("/said").seal(source, ["T.test_a", "T.test_c"])
-    assert names == {"T.test_a"} and "1234" not in text and "5678" in text
-    text, names = Seals("/said").seal(source, ["T"])
-    assert names == {"T"} and "1234" not in text and "5678" not in text
+    for tests in (["T.test_a", "T.test_c"], ["T"]):
+        text = Seals("/said").seal(source, tests)
+        assert text is not None and "1234" not in text and ("5678" in text) == (tests != ["T"])
+    assert Seals("/said").seal(source, ["T.test_c"]) is None
 
 
 def test_a_test_may_end_early_and_one_that_is_not_understood_stays(tmp_path: Path):
-    assert judged(tmp_path, "assert f() == 3\nif f():\n    return\nassert f() == 4", "3").holds
-    assert Seals("/said").seal("def test_f(:\n", ["test_f"]) == ("def test_f(:\n", set())
+    assert judged(tmp_path, "assert f() == 3\nif f():\n    return\nassert f() == 4", "3")
+    assert Seals("/said").seal("def test_f(:\n", ["test_f"]) is None
 
 
 def test_equal_values_have_one_text_and_others_another():
