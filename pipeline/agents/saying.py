@@ -12,6 +12,7 @@ FOREIGN = "?"
 LIAR = "!"
 """Of what equals everything."""
 LONGEST = 100
+PLAIN = (int, float, str, bytes, list, tuple, set, frozenset, dict)
 
 
 class Nobody:
@@ -49,26 +50,30 @@ def text(value):
 def _text(value):
     """No plain value's own methods are called, which could say anything."""
     kind = type(value)
+    plain = next((base for base in PLAIN if issubclass(kind, base)), None)
     if value is None:
         return "none"
-    if issubclass(kind, int):
+    if plain is None or kind.__eq__ is not plain.__eq__:
+        return _foreign(value)
+    if plain is int:
         return "n" + int.__format__(value, "x")
-    if issubclass(kind, float):
+    if plain is float:
         if float.__ne__(value, value):
             return FOREIGN
         return "n" + format(float.__int__(value), "x") if float.is_integer(value) else "f" + float.hex(value)
-    if issubclass(kind, str):
+    if plain is str:
         return "s" + str.encode(value, "utf-8", "surrogatepass").hex()
-    if issubclass(kind, bytes):
+    if plain is bytes:
         return "b" + bytes.hex(value)
-    for base, mark in ((list, "l"), (tuple, "t")):
-        if issubclass(kind, base):
-            return mark + "(" + ",".join(map(_text, base.__iter__(value))) + ")"
-    for base in (set, frozenset):
-        if issubclass(kind, base):
-            return "u(" + ",".join(sorted(map(_text, base.__iter__(value)))) + ")"
-    if issubclass(kind, dict):
+    if plain is dict:
         return "d(" + ",".join(sorted(_text(key) + ":" + _text(held) for key, held in dict.items(value))) + ")"
+    held = map(_text, plain.__iter__(value))
+    if plain in (list, tuple):
+        return ("l(" if plain is list else "t(") + ",".join(held) + ")"
+    return "u(" + ",".join(sorted(held)) + ")"
+
+
+def _foreign(value):
     try:
         return LIAR if (value == Nobody()) is True else FOREIGN
     except Exception:
