@@ -9,7 +9,8 @@ import asyncio
 import pickle
 import sys
 from collections.abc import AsyncIterator
-from typing import Any
+from contextlib import aclosing
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import (
@@ -166,10 +167,28 @@ class RemoteDeployment:
             response.cancel()
             raise
         except RayError as error:
-            remote = unwrap(error, self._app)
-            if isinstance(remote, RolloutError):
-                raise remote from remote.__cause__
-            raise EngineUnavailable(f"{self._app}.{method}: {first_line(remote)}") from remote
+            self._raise(method, error)
+
+    async def parts(self, method: str, *args: Any) -> AsyncIterator[Any]:
+        """What a streaming method yields, packed as `pack` does. The deadline is on progress: the next of it. To close this ends
+        the work. Raises RayError as it comes."""
+        response = getattr(self.handle().options(stream=True), method).remote(*args)
+        try:
+            while True:
+                yield pickle.loads(await asyncio.wait_for(anext(response), self._deadline_s))
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise EngineUnavailable(f"{self._app}.{method} did not go on within {self._deadline_s:.0f} s") from error
+        finally:
+            response.cancel()
+
+    def _raise(self, method: str, error: RayError) -> NoReturn:
+        """What the replica raised, if it is ours to know; else the replica is what failed."""
+        remote = unwrap(error, self._app)
+        if isinstance(remote, RolloutError):
+            raise remote from remote.__cause__
+        raise EngineUnavailable(f"{self._app}.{method}: {first_line(remote)}") from remote
 
 
 class RemoteEngine(RemoteDeployment):
@@ -189,22 +208,12 @@ class RemoteEngine(RemoteDeployment):
         return await self.call("generate", *self._model, requests, version)
 
     async def stream(self, requests: list, version: Any, top_logprobs: int | None) -> AsyncIterator[list]:
-        """The deadline is on progress: the next pieces."""
-        response = self.handle().options(stream=True).stream.remote(*self._model, requests, version, top_logprobs)
         try:
-            while True:
-                yield pickle.loads(await asyncio.wait_for(anext(response), self._deadline_s))
-        except StopAsyncIteration:
-            return
-        except TimeoutError as error:
-            raise EngineUnavailable(f"{self._app}: a stream did not go on within {self._deadline_s:.0f} s") from error
+            async with aclosing(self.parts("stream", *self._model, requests, version, top_logprobs)) as stream:
+                async for pieces in stream:
+                    yield pieces
         except RayError as error:
-            remote = unwrap(error, self._app)
-            if isinstance(remote, RolloutError):
-                raise remote from remote.__cause__
-            raise EngineUnavailable(f"{self._app}.stream: {first_line(remote)}") from remote
-        finally:
-            response.cancel()
+            self._raise("stream", error)
 
     async def score(self, rows: list, signal: str, top_k: int) -> list:
         return await self.call("score", *self._model, rows, signal, top_k)
@@ -224,20 +233,14 @@ class EngineCalls(RemoteEngine):
         return await self._calls.call(requests, version)
 
     async def _carry(self, calls: list[Call]) -> AsyncIterator[list[Answer]]:
-        """The deadline is on progress: the next answer of the request."""
-        response = self.handle().options(stream=True).generate_all.remote(*self._model, pack(calls))
+        """Each call has its own fault among the answers: one of the request is the replica's."""
         try:
-            while True:
-                yield pickle.loads(await asyncio.wait_for(anext(response), self._deadline_s))
-        except StopAsyncIteration:
-            return
-        except TimeoutError as error:
-            raise EngineUnavailable(f"{self._app}: no answer of {len(calls)} calls within {self._deadline_s:.0f} s") from error
+            async with aclosing(self.parts("generate_all", *self._model, pack(calls))) as stream:
+                async for answers in stream:
+                    yield answers
         except RayError as error:
             remote = unwrap(error, self._app)
             raise EngineUnavailable(f"{self._app}.generate: {first_line(remote)}") from remote
-        finally:
-            response.cancel()
 
 
 class RemoteWorker:

@@ -94,9 +94,10 @@ class Supervisor:
                 return 0, ready
             self._look(child)
             ready = ready or self._in_flight() is not None
-            if whole and not cluster.complete(child):
+            complete = cluster.complete(child)
+            if whole and not complete:
                 return 1, ready
-            whole = whole or cluster.complete(child)
+            whole = complete
 
     def _look(self, child: int) -> None:
         """Whoever comes after a SIGKILL of all of it finds in the lock what may be left."""

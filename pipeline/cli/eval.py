@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -113,8 +112,9 @@ async def _play(config: RunConfig, model: Model, plan: Plan, catalog: Catalog, s
 
     name = job_id(time.time())
     async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(_closing(open_student(config, model.folder, None, model.version)))
-        teachers = await _teachers(config, plan, catalog, shared.cache, stack)
+        engine = open_student(config, model.folder, None, model.version)
+        stack.push_async_callback(engine.close)
+        teachers = _teachers(config, plan, catalog, shared.cache, stack)
         started = time.monotonic()
         with tqdm(total=plan.total, desc=f"eval {model.name}", unit="sample", leave=False, disable=None, delay=1) as bar:
             played = await play_here(
@@ -135,7 +135,7 @@ async def _play(config: RunConfig, model: Model, plan: Plan, catalog: Catalog, s
     return summary | {"artefacts": str(folder)}
 
 
-async def _teachers(config: RunConfig, plan: Plan, catalog: Catalog, cache: Path, stack: AsyncExitStack) -> dict[str, Engine]:
+def _teachers(config: RunConfig, plan: Plan, catalog: Catalog, cache: Path, stack: AsyncExitStack) -> dict[str, Engine]:
     """By alias, of those that act in the evaluation and have a model."""
     from pipeline.engines.opening import open_teacher
     from pipeline.trainer.assets import teacher_folder
@@ -144,8 +144,8 @@ async def _teachers(config: RunConfig, plan: Plan, catalog: Catalog, cache: Path
     found = {}
     for alias in aliases:
         if config.teachers[alias].has_engine():
-            opened = open_teacher(config, alias, teacher_folder(config, alias, catalog, cache))
-            found[alias] = await stack.enter_async_context(_closing(opened))
+            found[alias] = open_teacher(config, alias, teacher_folder(config, alias, catalog, cache))
+            stack.push_async_callback(found[alias].close)
     return found
 
 
@@ -164,14 +164,9 @@ async def _imitation(
         return None
     found: dict[str, float | int] = {"tokens": sum(int((sample.executor == TEACHER).sum()) for sample in samples)}
     for moment, folder, version in (("before", student_folder(config, catalog, cache), 0), ("after", model.folder, model.version)):
-        async with _closing(open_student(config, folder, None, version)) as engine:
+        engine = open_student(config, folder, None, version)
+        try:
             found[moment] = await imitation_loss(engine, samples)
+        finally:
+            await engine.close()
     return found
-
-
-@asynccontextmanager
-async def _closing(engine: Engine) -> AsyncIterator[Engine]:
-    try:
-        yield engine
-    finally:
-        await engine.close()

@@ -221,7 +221,7 @@ class Runs:
     def _loaded(self, request: RunRequest) -> Loaded:
         """One that can run. Raises RequestRefused with the key whose doing it is that it cannot."""
         try:
-            loaded = self._load(request, request.overrides)
+            loaded = self._load(request)
             prove(loaded.config, this_machine(loaded.config.run.ray))
             check_names(loaded.config)
         except RequestRefused:
@@ -238,18 +238,18 @@ class Runs:
                 return "overrides"
         return "config"
 
-    def _load(self, request: RunRequest, overrides: Sequence[str]) -> Loaded:
+    def _load(self, request: RunRequest) -> Loaded:
         if isinstance(request.config, str):
             path = below(self._configs, request.config)
             if path is None or not path.is_file():
                 known = sorted(file.name for file in self._configs.glob("*.yaml"))
                 message = f"there is no configuration {request.config!r}; known are {known}"
                 raise RequestRefused(404, "unknown_config", message, "config")
-            return _read(path, overrides)
+            return _read(path, request.overrides)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.yaml"
             path.write_text(yaml.safe_dump(request.config))
-            return _read(path, overrides)
+            return _read(path, request.overrides)
 
     def _start(self, paths: RunPaths) -> None:
         paths.log.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.config.models import Engine as EngineSettings
-from pipeline.engines.base import GenerateRequest, ScoreRow, Version
+from pipeline.engines.base import Completion, GenerateRequest, ScoreRow, Version
 from pipeline.engines.renderer import ChatRenderer
 from pipeline.engines.torch_engine import TorchEngine
 from pipeline.engines.weights import WeightStore
@@ -68,6 +68,12 @@ async def test_generates_what_a_plain_loop_generates(tmp_path: Path, kv_heads: i
         assert completion.weight_version == 0
 
 
+def rows_of(asked: list[GenerateRequest], completions: list[Completion]) -> list[ScoreRow]:
+    """What was said, to be scored."""
+    said = zip(asked, completions, strict=True)
+    return [ScoreRow(c.request_id, np.concatenate([r.prompt, c.token_ids]), len(r.prompt)) for r, c in said]
+
+
 async def test_a_seed_gives_the_same_tokens_whatever_shares_the_batch(folder: Path) -> None:
     asked = requests(folder, 24, Sampling(temperature=1.3, top_p=0.95, max_tokens=16))
     async with engine(folder, slots=24) as wide, engine(folder, slots=3) as narrow:
@@ -85,11 +91,7 @@ async def test_sampled_logprobs_equal_the_scores_of_the_same_tokens(folder: Path
     asked = requests(folder, 10, Sampling(max_tokens=16))
     async with engine(folder) as made:
         completions = await made.generate(asked, Version())
-        rows = [
-            ScoreRow(c.request_id, np.concatenate([r.prompt, c.token_ids]), len(r.prompt))
-            for r, c in zip(asked, completions, strict=True)
-        ]
-        scored = await made.score(rows, "sampled", 0)
+        scored = await made.score(rows_of(asked, completions), "sampled", 0)
     for completion, row in zip(completions, scored, strict=True):
         np.testing.assert_allclose(completion.logprobs, row.logprobs, atol=1e-4)
 
@@ -317,11 +319,7 @@ async def test_a_stream_says_what_a_call_says_token_by_token(folder: Path) -> No
     asked = requests(folder, 6, Sampling(temperature=1.3, max_tokens=12))
     async with engine(folder) as made:
         whole = await made.generate(asked, Version())
-        rows = [
-            ScoreRow(c.request_id, np.concatenate([r.prompt, c.token_ids]), len(r.prompt))
-            for r, c in zip(asked, whole, strict=True)
-        ]
-        scored = await made.score(rows, "topk", 2)
+        scored = await made.score(rows_of(asked, whole), "topk", 2)
         pieces = [piece async for found in made.stream(asked, Version(), 2) for piece in found]
         beside = asyncio.create_task(made.generate(asked, Version()))
         again = [piece async for found in made.stream(asked, Version(), None) for piece in found]
