@@ -159,8 +159,8 @@ def stop(paths: RunPaths) -> None:
     shutil.rmtree(temporary_folder(paths), ignore_errors=True)
 
 
-def complete(of: int) -> bool:
-    """Whether all services of Ray live that a process started."""
+def complete(of: int | None = None) -> bool:
+    """Whether all services of Ray live that a process (None: this one) started."""
     try:
         living = {child.name() for child in psutil.Process(of).children() if child.status() != psutil.STATUS_ZOMBIE}
     except psutil.NoSuchProcess:  # it, or a child meanwhile
