@@ -38,8 +38,8 @@ CALM_S = 1.0
 def figures(workload: Workload, root: Path) -> dict[str, float]:
     """ray_stage_over_inline, ray_stage_over_none, ray_stage_over_bound, ray_permits_while_scoring_{stage,inline}: as on the virtual
     clock. ray_{stage,inline,none}_s: seconds of the workload's steps. ray_train_s: median of the updates. ray_hop_s: median time
-    from the end of a node to the start of the one that waited for it last; a step has three on its way, from training to rollout to
-    score to training."""
+    from the end of a training to the start of the rollout that waited for it. ray_select_s: median time from a step's last column,
+    or from the end of the training before it, until the step's groups are taken."""
     runs = {mode: _run(workload, mode, root, mode) for mode in MODES}
     seconds = {mode: _seconds(paths, workload) for mode, paths in runs.items()}
     updates = [json.loads(line)["update_s"] for paths in runs.values() for line in paths.metrics.read_text().splitlines()]
@@ -51,6 +51,7 @@ def figures(workload: Workload, root: Path) -> dict[str, float]:
         **{f"ray_{mode}_s": value for mode, value in seconds.items()},
         "ray_train_s": statistics.median(updates),
         "ray_hop_s": statistics.median(_hops(node_times(runs["stage"]), workload)),
+        "ray_select_s": statistics.median(_selections(runs["stage"], workload)),
     }
 
 
@@ -75,13 +76,24 @@ def _calls(recorded: list[float]) -> Iterator[float]:
 
 
 def _hops(times: dict[str, dict[str, float]], workload: Workload) -> Iterator[float]:
+    for step in _steps_that_wait(workload):
+        yield times[f"rollout[{step}]"]["started"] - times[f"train[{step - _together(workload)}]"]["done"]
+
+
+def _selections(paths: RunPaths, workload: Workload) -> Iterator[float]:
+    times = node_times(paths)
+    with closing(open_reader(paths.database)) as db:
+        rows = db.execute("SELECT step, max(produced_at) FROM ordinals JOIN fields USING (ordinal) GROUP BY step")
+        columns = {step: at for step, at in rows}
+        selected = {step: at for step, at in db.execute("SELECT step, at FROM selections")}
+    for step in _steps_that_wait(workload):
+        yield selected[step] - max(columns[step], times[f"train[{step - 1}]"]["done"])
+
+
+def _steps_that_wait(workload: Workload) -> range:
+    """Of the workload: for a training of it."""
     before = _before(workload)
-    for step in range(before + workload.max_staleness + 2, before + workload.steps + 1):
-        ends = {node: times[f"{node}[{step}]"]["done"] for node in ("rollout", "score")}
-        trained = {back: times[f"train[{step - back}]"]["done"] for back in (1, workload.max_staleness + 1)}
-        yield times[f"rollout[{step}]"]["started"] - trained[workload.max_staleness + 1]
-        yield times[f"score[{step}]"]["started"] - ends["rollout"]
-        yield times[f"train[{step}]"]["started"] - max(ends["score"], trained[1])
+    return range(before + _together(workload) + 1, before + workload.steps + 1)
 
 
 def _over_bound(workload: Workload, root: Path) -> float:

@@ -1,9 +1,10 @@
 """The durable DAG: which node waits for which. Nodes hold no state; running one again does only what is missing.
 
-`max_staleness` is an edge: rollout[k] waits for train[k - 1 - max_staleness]. With the sampler `in_order` train[k] waits for
-score[k]; otherwise only for train[k - 1], because it takes ready groups of any step. fetch[k] and batch[k] are done by the time
-that rollout[k] may begin: with `in_order` fetch[k] waits for the rollout of that training step, and in the fetcher until the step
-has taken its groups, which makes room.
+`max_staleness` is an edge: rollout[k] waits for train[k - 1 - max_staleness]. train[k] waits for train[k - 1], and in the trainer
+until the ledger says that its groups are ready, whichever the sampler means: no node is on the way from the last of them to the
+training, and what rollout[k] or score[k] fails with ends the window at once. fetch[k] and batch[k] are done by the time that
+rollout[k] may begin: with `in_order` fetch[k] waits for the rollout of that training step, and in the fetcher until the step has
+taken its groups, which makes room.
 """
 
 from __future__ import annotations
@@ -67,20 +68,17 @@ def window(config: RunConfig, run_id: str, first: int, last: int, evaluate_befor
     rolled: dict[int, Any] = {}
     trained: dict[int, Any] = {}
     in_order = config.buffer.sampler == "in_order"
-    evaluations: list[Any] = []
+    ends: list[Any] = []
     if evaluate_before:
-        evaluations.append(_node(evaluate, f"evaluate[{first - 1}]").bind(run_id, first - 1))
+        ends.append(_node(evaluate, f"evaluate[{first - 1}]").bind(run_id, first - 1))
     for step in range(first, last + 1):
         released_by = step - 1 - config.rollout.max_staleness
         before = (rolled if in_order else trained).get(released_by)
         fetched[step] = _node(fetch, f"fetch[{step}]").bind(run_id, step, before, fetched.get(step - 1))
         batches = _node(batch, f"batch[{step}]").bind(run_id, step, fetched[step])
         rolled[step] = _node(rollout, f"rollout[{step}]").bind(run_id, step, batches, trained.get(released_by))
-        scored = _node(score, f"score[{step}]").bind(run_id, step, rolled[step])
-        waits_for = (scored,) if in_order else ()
-        trained[step] = _node(train, f"train[{step}]").bind(run_id, step, trained.get(step - 1), *waits_for)
+        ends.append(_node(score, f"score[{step}]").bind(run_id, step, rolled[step]))
+        trained[step] = _node(train, f"train[{step}]").bind(run_id, step, trained.get(step - 1))
         if config.evaluation_due(step):
-            evaluations.append(_node(evaluate, f"evaluate[{step}]").bind(run_id, step, trained[step]))
-        if not in_order:
-            evaluations.append(scored)
-    return _node(finish, f"finish[{last}]").bind(last, trained.get(last), *evaluations)
+            ends.append(_node(evaluate, f"evaluate[{step}]").bind(run_id, step, trained[step]))
+    return _node(finish, f"finish[{last}]").bind(last, trained.get(last), *ends)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from pipeline.buffer.api import NO_RESULTS, BufferClient, Selection, StageReport
 from pipeline.config.schema import RunConfig
 from pipeline.engines.weights import WeightStore
-from pipeline.errors import BreakerTripped, FencedOut, StageFailed, Stalled
+from pipeline.errors import BreakerTripped, FencedOut, StageFailed
 from pipeline.paths import RunPaths, evaluation_id
 from pipeline.records import Group
 from pipeline.trainer import checkpoints
@@ -36,8 +36,8 @@ MAX_SKIPPED = 3
 """Skipped steps in a row that fail the run."""
 CALL_S = 60.0
 """Deadline of one call of the buffer."""
-POLL_S = 5.0
-"""One wait for the groups of a step."""
+WAIT_S = 1.0
+"""One wait for the groups of a step, which `stop` sits out. The stall watchdog, and not this stage, says when it waits too long."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def end_process() -> None:
 class TrainerService:
     """student: folder of weight version 0. clock: seconds, monotonic. fence: raises FencedOut when a newer run epoch has begun;
     then the process ends before anything of it is seen. epoch: the run epoch, which checkpoints carry. die: ends the process.
-    select_wait_s: longest wait for a step's groups. learner: made from the newest complete checkpoint, or from None.
+    learner: made from the newest complete checkpoint, or from None.
     complete: puts what is missing into the groups of a step once they are selected (`teacher_stage.mode: score_at_select`)."""
 
     def __init__(
@@ -73,7 +73,6 @@ class TrainerService:
         epoch: int = 0,
         die: Callable[[], None] = end_process,
         device: str = "cpu",
-        select_wait_s: float = 600.0,
         complete: Callable[[list[Group]], Awaitable[None]] | None = None,
         learner: Callable[[Checkpoint | None], Learner] | None = None,
         worker: Worker | None = None,
@@ -81,7 +80,7 @@ class TrainerService:
         self._config, self._paths = config, paths
         self._buffer, self._weights = buffer, weights
         self._clock, self._fence, self._epoch, self._die = clock, fence, epoch, die
-        self._select_wait_s, self._complete = select_wait_s, complete
+        self._complete = complete
         self._make_learner = learner or (lambda found: Learner(config, paths, student, found, device))
         self._worker = worker or Worker(clock)
         self._lock = asyncio.Lock()
@@ -95,6 +94,7 @@ class TrainerService:
         self._skipped_in_row = 0
         self._failure: BaseException | None = None
         self._started = self._stopped = False
+        self._waiting_for: str | None = None
         self._asked = 0
         self._finished = 0
 
@@ -118,7 +118,7 @@ class TrainerService:
         a caller that goes away does not stop it.
 
         After the end of the data `end_of_data` is true: the version is counted, its weights are those of the last.
-        Raises Stalled (try again) when the step's groups do not come, BreakerTripped after three skipped steps in a row.
+        Waits for the step's groups as long as they take. Raises BreakerTripped after three skipped steps in a row.
         """
         task = self._running.get(step)
         if task is None:
@@ -161,7 +161,12 @@ class TrainerService:
             backlog=len(self._running),
             oldest_s=self._worker.running_s(),
             busy_s=self._worker.busy_s(),
-            detail={"weight_version": self._version, "checkpoint_step": self._saved_step, "seconds": dict(self._worker.seconds)},
+            detail={
+                "weight_version": self._version,
+                "checkpoint_step": self._saved_step,
+                "seconds": dict(self._worker.seconds),
+                "waiting_for": self._waiting_for,
+            },
         )
 
     # -- one step ---------------------------------------------------------------------------------------------------
@@ -346,11 +351,12 @@ class TrainerService:
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     async def _wait_selectable(self, step: int) -> None:
-        deadline = self._clock() + self._select_wait_s
-        while not await self._ask(self._buffer.wait_selectable(step, POLL_S)):
-            self._refuse_when_stopped()
-            if self._clock() >= deadline:
-                raise Stalled("trainer", f"the groups of step {step} did not come within {self._select_wait_s:g} s")
+        self._waiting_for = f"the groups of step {step}"
+        try:
+            while not await self._ask(self._buffer.wait_selectable(step, WAIT_S)):
+                self._refuse_when_stopped()
+        finally:
+            self._waiting_for = None
 
     async def _ask(self, call: Awaitable[T]) -> T:
         """One call of the buffer, bounded."""

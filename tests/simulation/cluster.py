@@ -134,8 +134,7 @@ class Cluster:
                 node(fetch, [before, f"fetch[{step - 1}]"], lambda step=step: fetcher.fetch(step))
                 node(f"rollout[{step}]", [fetch, f"train[{released_by}]"], lambda step=step: roll_out(step))
                 node(f"score[{step}]", [f"rollout[{step}]"], lambda step=step: scorer.drain(step))
-                scored = [f"score[{step}]"] if in_order else []
-                node(train, [f"train[{step - 1}]", *scored], lambda step=step: trainer.train(step))
+                node(train, [f"train[{step - 1}]"], lambda step=step: trainer.train(step))
 
     async def _node(self, name: str, after: list[asyncio.Task[Any]], work: Callable[[], Awaitable[Any]]) -> Any:
         storage = self._world.storage

@@ -42,7 +42,8 @@ class Process:
         self.life = Life(name)
         self.handles: list[Callable[[], None]] = []
         """What the kernel does for a process that ends: closing its files."""
-        self.replies: set[asyncio.Future[Any]] = set()
+        self.replies: dict[asyncio.Future[Any], None] = {}
+        """In the order of their calls; a set would have the order of their addresses."""
         self.writer = 0
         """Of the ledger: its place among the openings."""
         self.service: Any = None
@@ -68,7 +69,7 @@ class Process:
         return service
 
     def serve(self, call: Call) -> None:
-        self.replies.add(call.reply)
+        self.replies[call.reply] = None
         self.life.spawn(self._answer(call.caller.name, call.method, call.args, call.kwargs, call.reply), call.method)
 
     async def _answer(
@@ -91,7 +92,7 @@ class Process:
             self._settle(reply, None, result)
 
     def _settle(self, reply: asyncio.Future[Any], error: BaseException | None, result: Any = None) -> None:
-        self.replies.discard(reply)
+        self.replies.pop(reply, None)
         if reply.done():
             return
         if error is None:

@@ -199,7 +199,7 @@ class World:
         """SIGTERM, as the driver takes it."""
         with contextlib.suppress(Exception):
             await Remote(cluster.actors["evaluator_pool"], 40.0).stop(5.0)
-            await Remote(cluster.actors["trainer"], 60.0).save()
+            await Remote(cluster.actors["trainer"], 60.0).stop()
         cluster.end_driver("stopped")
 
     def kill(self, process: Process) -> None:

@@ -12,16 +12,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipeline.buffer.api import StageReport
 from pipeline.buffer.reader import read_run_epoch, run_fence
 from pipeline.buffer.schema import create_run
 from pipeline.buffer.service import BufferService
 from pipeline.buffer.settings import BufferSettings
 from pipeline.engines.pretrained import load_model
 from pipeline.engines.weights import WeightStore
-from pipeline.errors import BreakerTripped, FencedOut, RolloutError, StageFailed, Stalled
+from pipeline.errors import BreakerTripped, FencedOut, RolloutError, StageFailed
 from pipeline.paths import RunPaths, evaluation_id
 from pipeline.trainer import checkpoints
 from pipeline.trainer.service import TrainerService
+from pipeline.watchdog import StallWatchdog
 from tests.pipeline.trainer.helpers import make_column, make_config, make_group, saved_student, tiny_model
 
 TASKS = 4
@@ -467,14 +469,37 @@ async def test_a_held_version_delays_the_next_one_for_a_bounded_time(tmp_path):
         await trainer.close()
 
 
-async def test_groups_that_never_come_are_a_stall_that_can_be_asked_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.trainer.service.POLL_S", 0.01)
+@pytest.mark.looptime
+async def test_a_long_rollout_is_waited_for_and_the_trainer_is_not_taken_for_stuck(tmp_path):
     async with opened(tmp_path) as run:
-        trainer = run.trainer(select_wait_s=0.05)
-        with pytest.raises(Stalled, match="step 1 did not come"):
-            await trainer.train(1)
+        trainer, now = run.trainer(), asyncio.get_running_loop().time
+        await trainer.start()
+
+        async def reports():
+            return [trainer.report(), StageReport("evaluator_pool", "", 0, "", 0, int(now()), 0, 0.0)]
+
+        watchdog = asyncio.ensure_future(StallWatchdog(reports, 120.0, now).run())
+        waiting = asyncio.ensure_future(trainer.train(1))
+        await asyncio.sleep(1000)
+        assert not watchdog.done() and trainer.report().detail["waiting_for"] == "the groups of step 1"
+        watchdog.cancel()
         await run.produce(1)
-        assert (await trainer.train(1))["step"] == 1
+        assert (await waiting)["step"] == 1 and trainer.report().detail["waiting_for"] is None
+        await trainer.close()
+
+
+@pytest.mark.looptime
+async def test_a_trainer_that_waits_for_groups_stops_within_a_moment(tmp_path):
+    async with opened(tmp_path) as run:
+        trainer = run.trainer()
+        await run.train_to(1, trainer)
+        waiting = asyncio.ensure_future(trainer.train(2))
+        while trainer.report().detail["waiting_for"] is None:
+            await asyncio.sleep(0)
+        began = asyncio.get_running_loop().time()
+        assert await trainer.stop() == 1 and asyncio.get_running_loop().time() - began <= 1.0
+        with pytest.raises(StageFailed, match="was stopped"):
+            await waiting
         await trainer.close()
 
 
