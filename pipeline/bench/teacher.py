@@ -223,9 +223,8 @@ async def _steps(workload: Workload, pool: EvaluatorPool, buffer: BufferService,
 
     async def train(step: int) -> None:
         await trained[step - 1].wait()
-        while not await buffer.wait_selectable(step, 60.0):
+        while await buffer.wait_selection(step, 60.0) is None:
             continue
-        await buffer.select(step)
         await asyncio.sleep(workload.train_s / SCALE)
         await buffer.record_step(step, {})
         weights.publish(step, _nothing)

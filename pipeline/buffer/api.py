@@ -170,14 +170,14 @@ class BufferClient(Protocol):
         """True when no group of the step is pending, running or written; False after `wait_s` seconds."""
         ...
 
-    async def wait_selectable(self, step: int, wait_s: float) -> bool:
-        """True when `select(step)` can return at once; False after `wait_s` seconds."""
+    async def wait_selection(self, step: int, wait_s: float) -> Selection | None:
+        """`select(step)` as soon as it can be; None when that is not within `wait_s` seconds."""
         ...
 
     async def select(self, step: int) -> Selection:
         """Take the groups of a training step (ready -> consumed) in one transaction; what was taken is recorded for ever.
 
-        Steps are selected one after the other. Raises NotSelectable until `wait_selectable` is true.
+        Steps are selected one after the other. Raises NotSelectable while groups of it are still to come.
         """
         ...
 

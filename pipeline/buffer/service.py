@@ -25,7 +25,7 @@ from pipeline.buffer.ledger import Ledger
 from pipeline.buffer.schema import open_reader
 from pipeline.buffer.settings import BufferSettings
 from pipeline.buffer.store import Store
-from pipeline.errors import CapacityFull, RolloutError, StoreError
+from pipeline.errors import CapacityFull, NotSelectable, RolloutError, StoreError
 from pipeline.paths import RunPaths
 from pipeline.records import Column, Group, Sample
 
@@ -156,8 +156,13 @@ class BufferService:
 
     # training
 
-    async def wait_selectable(self, step: int, wait_s: float) -> bool:
-        return await self._wait(lambda db: selection.selectable(db, self._settings, step), wait_s)
+    async def wait_selection(self, step: int, wait_s: float) -> Selection | None:
+        if not await self._wait(lambda db: selection.selectable(db, self._settings, step), wait_s):
+            return None
+        try:
+            return await self.select(step)
+        except NotSelectable:  # a ready group was discarded since
+            return None
 
     async def select(self, step: int) -> Selection:
         return await self._write(lambda led: selection.select(led, step))

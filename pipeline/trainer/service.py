@@ -183,10 +183,9 @@ class TrainerService:
 
     async def _advance(self, step: int) -> dict[str, Any]:
         """Make the next version."""
-        await self._wait_selectable(step)
+        selection = await self._wait_selection(step)
         self._refuse_when_stopped()
         self._asked += 1
-        selection = await self._ask(self._buffer.select(step))
         result = await self._update(step, selection)
         self._updated = _Updated(step, result)
         await self._settle()
@@ -350,11 +349,12 @@ class TrainerService:
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
-    async def _wait_selectable(self, step: int) -> None:
+    async def _wait_selection(self, step: int) -> Selection:
         self._waiting_for = f"the groups of step {step}"
         try:
-            while not await self._ask(self._buffer.wait_selectable(step, WAIT_S)):
+            while (selection := await self._ask(self._buffer.wait_selection(step, WAIT_S))) is None:
                 self._refuse_when_stopped()
+            return selection
         finally:
             self._waiting_for = None
 

@@ -114,11 +114,11 @@ async def test_calls_of_one_moment_are_one_request_and_fail_each_for_itself():
 async def test_a_call_that_waits_for_a_change_holds_up_none_that_is_made_with_it():
     handle = Handle(answer=Method([Answer(0, [7])], ..., ...))
     buffer = stage(handle, deadline_s=1.0)
-    calls = (buffer.backlog("teacher", 8), buffer.wait_scored(1, 60.0), buffer.wait_selectable(1, 60.0))
+    calls = (buffer.backlog("teacher", 8), buffer.wait_scored(1, 60.0), buffer.wait_selection(1, 60.0))
     found = await asyncio.gather(*calls, return_exceptions=True)
     assert found[0] == [7] and [type(each) for each in found[1:]] == [TimeoutError, TimeoutError]
     assert [[method for method, _, _ in request] for ((request,), _) in handle.answer.calls] == [
-        ["backlog"], ["wait_scored"], ["wait_selectable"],
+        ["backlog"], ["wait_scored"], ["wait_selection"],
     ]  # fmt: skip
 
 

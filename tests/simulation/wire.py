@@ -83,7 +83,7 @@ class Process:
             if inspect.isawaitable(result):
                 result = await result
             if self.writer:
-                self.actor.world.witness.fenced(method, newest)
+                self.actor.world.witness.fenced(method, result, newest)
         except (Exception, asyncio.CancelledError) as error:
             self._settle(reply, error)
             if isinstance(error, FencedOut):

@@ -113,11 +113,16 @@ class Witness:
         if before != result.ordinals:
             raise self._violation(f"step {step} was told to take {before}, now {result.ordinals}")
 
+    def _wait_selection(self, step: int, wait_s: float, *, result: Any, issued: int) -> None:
+        if result is not None:
+            self._select(step, result=result, issued=issued)
+
     def _record_step(self, step: int, metrics: Any, *, result: None, issued: int) -> None:
         self.recorded = max(self.recorded, step)
 
-    def fenced(self, method: str, newest: bool) -> None:
-        if method in MUTATING and not newest:
+    def fenced(self, method: str, result: Any, newest: bool) -> None:
+        selected = method == "wait_selection" and result is not None
+        if (method in MUTATING or selected) and not newest:
             raise self._violation(f"an old writer of the ledger carried out {method} after a newer one had opened it")
 
     # what workers and the trainer did

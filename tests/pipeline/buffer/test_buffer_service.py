@@ -299,20 +299,20 @@ async def test_selection_is_repeatable_and_ordered(buffer):
 async def test_waiters_wake_when_the_last_group_comes(buffer):
     await buffer.assign(1, 2, None)
     scored = asyncio.create_task(buffer.wait_scored(1, 5))
-    selectable = asyncio.create_task(buffer.wait_selectable(1, 5))
+    selection = asyncio.create_task(buffer.wait_selection(1, 5))
     await roll_out(buffer, 0, 1, NEEDS)
     await roll_out(buffer, 1, 1)
     assert not scored.done()
     await buffer.mark_produced([make_column(0)])
     assert await scored
-    assert not selectable.done()
+    assert not selection.done()
     await buffer.close_rollout(1)
-    assert await selectable
+    assert (await selection).ordinals == (0, 1)
 
 
 async def test_waiters_give_up_in_time(buffer):
     assert await buffer.wait_scored(1, 0.01) is False
-    assert await buffer.wait_selectable(1, 0) is False
+    assert await buffer.wait_selection(1, 0) is None
 
 
 async def test_finished_samples_of_an_unfinished_group_are_kept(buffer):

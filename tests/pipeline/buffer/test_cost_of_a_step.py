@@ -34,8 +34,8 @@ async def play(buffer, step: int) -> None:
     ordinals = await fill_step(buffer, step, needs=("teacher",), version=step - 1)
     await buffer.backlog("teacher", 4)
     await buffer.mark_produced([make_column(ordinal) for ordinal in ordinals])
-    assert await buffer.wait_scored(step, 0) and await buffer.wait_selectable(step, 0)
-    selection = await buffer.select(step)
+    assert await buffer.wait_scored(step, 0)
+    selection = await buffer.wait_selection(step, 0)
     assert len(await buffer.read(list(selection.ordinals), True)) == 2
     await buffer.record_step(step, {})
     await buffer.mark_trained(step, f"checkpoints/{step}")

@@ -24,7 +24,7 @@ from tests.pipeline.buffer.helpers import (
 
 
 async def test_in_order_waits_for_the_straggler_and_ready_first_does_not(tmp_path):
-    for sampler, expected in (("in_order", False), ("ready_first", True), ("windowed", True)):
+    for sampler, expected in (("in_order", None), ("ready_first", (2, 4)), ("windowed", (2, 4))):
         async with opened(new_run(tmp_path, sampler), make_settings(sampler=sampler)) as buffer:
             await fill_step(buffer, 1)
             await buffer.select(1)
@@ -32,9 +32,8 @@ async def test_in_order_waits_for_the_straggler_and_ready_first_does_not(tmp_pat
             await roll_out(buffer, 2, 2)
             straggler = await buffer.start_attempt(3, 0, "slow")
             await fill_step(buffer, 3, version=1)
-            assert await buffer.wait_selectable(2, 0) is expected
-            if expected:
-                assert (await buffer.select(2)).ordinals == (2, 4)
+            selection = await buffer.wait_selection(2, 0)
+            assert (selection and selection.ordinals) == expected
             await buffer.commit(straggler, make_group(straggler, 2))
             await buffer.close_rollout(2)
             if expected:
@@ -50,7 +49,7 @@ async def test_windowed_drops_what_is_too_old_at_consumption_scored_or_not(tmp_p
             await roll_out(buffer, ordinal, 1, needs, version=0)
         await buffer.close_rollout(1)
         assert (await buffer.select(1)).ordinals == (0, 1)
-        assert not await buffer.wait_selectable(2, 0)  # one is ready; the unscored one may still come
+        assert await buffer.wait_selection(2, 0) is None  # one is ready; the unscored one may still come
         await fill_step(buffer, 2, version=2)
         assert (await buffer.select(2)).ordinals == (2, 4)  # staleness of ordinal 2: (2 - 1) - 0 = 1
         await fill_step(buffer, 3, version=2)
@@ -61,7 +60,7 @@ async def test_windowed_drops_what_is_too_old_at_consumption_scored_or_not(tmp_p
 
 async def test_ready_first_takes_a_short_step_only_when_nothing_more_can_come(tmp_path):
     async with opened(new_run(tmp_path), make_settings(sampler="ready_first", on_dropped="shrink")) as buffer:
-        assert not await buffer.wait_selectable(1, 0)
+        assert await buffer.wait_selection(1, 0) is None
         await buffer.assign(1, 2, None)
         await roll_out(buffer, 0, 1)
         await buffer.discard(1, "data")
@@ -75,9 +74,7 @@ async def test_the_end_of_data_can_be_selected_as_an_empty_step(tmp_path):
     for sampler in ("in_order", "ready_first", "windowed"):
         async with opened(new_run(tmp_path, sampler), make_settings(sampler=sampler)) as buffer:
             await buffer.assign(1, 2, 0)
-            assert await buffer.wait_selectable(1, 0)
-            for _ in range(2):
-                selection = await buffer.select(1)
+            for selection in (await buffer.wait_selection(1, 0), await buffer.select(1)):
                 assert selection.ordinals == () and selection.ended
 
 
@@ -120,12 +117,8 @@ class Run:
         slots = await self.buffer.assign(step, self.settings.tasks_per_step, self.limit)
         self.fetched[step].set()
         rollout = self.tasks.create_task(self.rollout(step, [slot.ordinal for slot in slots]))
-        if self.settings.sampler == "in_order":
-            await rollout
-            assert await self.buffer.wait_scored(step, 1000)
         await self.trained[step - 1].wait()
-        assert await self.buffer.wait_selectable(step, 10_000)
-        await self.buffer.select(step)
+        assert await self.buffer.wait_selection(step, 10_000) is not None
         await self.buffer.record_step(step, {})
         self.version = step
         if step % self.save_every == 0:

@@ -65,9 +65,8 @@ class Life:
 
     async def train(self, step: int) -> None:
         await self.trained[step - 1].wait()
-        while not await self.buffer.wait_selectable(step, 60):
+        while await self.buffer.wait_selection(step, 60) is None:
             continue
-        await self.buffer.select(step)
         await asyncio.sleep(1.0)
         await self.buffer.record_step(step, {})
         self.trained[step].set()

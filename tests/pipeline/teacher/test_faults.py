@@ -57,9 +57,9 @@ async def test_the_end_of_data_while_groups_are_scored_is_not_the_end_of_the_run
             scorer.submit()
 
         async def train() -> tuple[int, ...]:
-            while not await run.buffer.wait_selectable(1, 1.0):
+            while (selection := await run.buffer.wait_selection(1, 1.0)) is None:
                 continue
-            return (await run.buffer.select(1)).ordinals
+            return selection.ordinals
 
         trained = await supervise(
             [

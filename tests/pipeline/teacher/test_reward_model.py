@@ -62,8 +62,9 @@ async def test_a_run_with_both_stages(teacher_s, reward_s):
         async def train() -> tuple[int, ...]:
             await asyncio.sleep(3)
             assert await run.states() == {"written": 8}
-            assert await run.buffer.wait_selectable(1, 60)
-            return (await run.buffer.select(1)).ordinals
+            selection = await run.buffer.wait_selection(1, 60)
+            assert selection is not None
+            return selection.ordinals
 
         trained = await supervise(
             [

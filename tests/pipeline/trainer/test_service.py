@@ -258,7 +258,7 @@ class Crash:
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("method", ["select", "read", "record_step", "mark_trained"])
+@pytest.mark.parametrize("method", ["wait_selection", "read", "record_step", "mark_trained"])
 @pytest.mark.parametrize("restart", [False, True])
 async def test_a_lost_call_at_any_point_is_made_good(tmp_path, calm, method, after, restart):
     """The same trainer goes on, or a new one: the weights are those of a run without the fault."""
