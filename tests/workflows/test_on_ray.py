@@ -33,6 +33,11 @@ def fails() -> None:
     raise EngineError("no memory")
 
 
+@dag.ray.remote(num_cpus=0.01)
+def waits() -> None:
+    time.sleep(600)
+
+
 async def run(graph, window: Window, paths: RunPaths) -> None:
     reference = await asyncio.to_thread(lambda: workflow.run_async(graph, workflow_id=window.workflow_id("run")))
     await windows._ended(reference, paths.workflow, window.workflow_id("run"), time.time() - 1)
@@ -54,3 +59,10 @@ async def test_a_failing_node_is_named_with_its_own_error(paths):
     with pytest.raises((EngineError, StageFailed), match="no memory") as caught:
         await asyncio.wait_for(run(graph, SECOND, paths), 60)
     assert len(str(caught.value).splitlines()) == 1
+
+
+async def test_a_node_that_waits_does_not_hold_up_the_failure_of_another(paths):
+    """As a training step waits for the groups of a rollout that fails."""
+    after = [dag._node(waits, "train[3]").bind(), dag._node(fails, "rollout[3]").bind()]
+    with pytest.raises((EngineError, StageFailed), match="no memory"):
+        await asyncio.wait_for(run(dag._node(dag.finish, "finish[3]").bind(3, *after), Window(3, 3, 3), paths), 60)
