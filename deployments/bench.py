@@ -78,7 +78,7 @@ def other_sides(paths: RunPaths) -> tuple[dict[str, Side], list[str]]:
 
 
 class ActorCalls:
-    """Calls of an actor that only keeps what it gets, encoded before: what an actor that does more cannot be faster than."""
+    """Calls of an actor that only keeps what it gets, encoded before: what Ray's own calls cost, which commits go beside."""
 
     def __init__(self) -> None:
         self._keeper = ray.remote(Keeper).options(num_cpus=0, max_concurrency=OPTIONS["max_concurrency"]).remote()

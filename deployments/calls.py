@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, NoReturn
 
@@ -23,7 +23,8 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from deployments.multiplex import Answer, Call, Multiplexer, arguments, pack
+from deployments.channel import Channel, Closed
+from deployments.multiplex import Answer, Call, Multiplexer, pack
 from deployments.names import NAMESPACE, actor_name
 from pipeline.errors import EngineUnavailable, RemoteTraceback, RolloutError, StageFailed
 
@@ -62,8 +63,8 @@ class RemoteStage:
     """A stage actor seen from another process: `await stage.method(...)` with the default deadline.
 
     Calls that are made at the same moment are one request, which is answered as a whole; one that waits for a change (`wait_*`)
-    is a request of its own, so that it holds up nothing. Requests are retried by Ray over a restart of the actor
-    (`max_task_retries=-1`), which is safe because every mutating method takes an id.
+    is a request of its own, so that it holds up nothing. Requests go through a channel where there is one; by Ray they are retried
+    over a restart of the actor (`max_task_retries=-1`), which is safe because every mutating method takes an id.
     """
 
     def __init__(self, run_id: str, stage: str, deadline_s: float = CALL_S) -> None:
@@ -71,6 +72,7 @@ class RemoteStage:
         self._stage = stage
         self._deadline_s = deadline_s
         self._handle: Any = None
+        self._channel = Channel()
         self._calls = Multiplexer(self._carry)
         self._waits = Multiplexer(self._carry, lanes=sys.maxsize)
 
@@ -85,15 +87,24 @@ class RemoteStage:
         return call
 
     async def _carry(self, calls: list[Call]) -> AsyncIterator[list[Answer]]:
-        reference = self.handle().answer.remote(*arguments(calls))
         try:
-            yield await asyncio.wait_for(asyncio.wrap_future(reference.future()), self._deadline_s)
+            async with asyncio.timeout(self._deadline_s):
+                answers = await self._answers(calls)
         except TimeoutError as error:
             names = ", ".join(sorted({method for method, _, _ in calls}))
             raise TimeoutError(f"{self._stage}.{names} did not answer within {self._deadline_s:.0f} s") from error
         except RayError as error:
             remote = unwrap(error, self._stage)
             raise remote from remote.__cause__
+        yield answers
+
+    async def _answers(self, calls: list[Call]) -> Sequence[Answer]:
+        try:
+            return await self._channel.request(calls)
+        except Closed:
+            answers = await asyncio.wrap_future(self.handle().answer.remote(calls).future())
+        self._channel.open(lambda: asyncio.wrap_future(self.handle().channel.remote().future()))
+        return answers
 
     def handle(self) -> Any:
         if self._handle is None:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import logging
 import os
 import shutil
 import signal
-import tempfile
 import threading
 import time
 import warnings
@@ -24,7 +22,7 @@ import psutil
 import ray
 from ray.serve.context import _set_global_client
 
-from deployments.names import NAMESPACE
+from deployments.names import NAMESPACE, temporary_folder
 from deployments.threads import begun
 from pipeline.buffer.lock import ProcessId
 from pipeline.config.training import Ray
@@ -133,12 +131,6 @@ class PrivateCluster:
     def stop(self) -> None:
         stop(self._paths)
         self._stopped.set()
-
-
-def temporary_folder(paths: RunPaths) -> Path:
-    """Ray's session folder. Short, because socket paths end at 107 characters; one a run, because two Rays must not share it."""
-    digest = hashlib.sha256(str(paths.root.resolve()).encode()).hexdigest()[:10]
-    return Path(tempfile.gettempdir()) / f"rollout-{digest}"
 
 
 def processes(of: int | None = None) -> list[ProcessId]:

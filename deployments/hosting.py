@@ -9,13 +9,15 @@ import asyncio
 import inspect
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deployments.calls import RemoteStage
-from deployments.multiplex import Answer, answers, calls_of
+from deployments.channel import Door
+from deployments.multiplex import Answer, Call, answers
+from deployments.names import temporary_folder
 from deployments.threads import keep_memory, take_turns
 from deployments.witness import append_line
 from pipeline.buffer.api import StageReport
@@ -50,6 +52,7 @@ class StageActor:
         self.log = logging.getLogger(self.stage)
         self.config: RunConfig = read_config(self.paths.config).config
         self.buffer = RemoteStage(self.paths.run_id, "replay_buffer")
+        self._door: Door | None = None
         self._started = asyncio.ensure_future(self._start())
         self._beats = asyncio.ensure_future(self._beat())
 
@@ -67,9 +70,15 @@ class StageActor:
     async def ping(self) -> int:
         return os.getpid()
 
-    async def answer(self, *arguments: Any) -> list[Answer]:
+    async def answer(self, calls: Sequence[Call]) -> list[Answer]:
         """Several calls (method, positional, keyword arguments) in one request; one that fails does not touch the others."""
-        return [answer async for part in answers(calls_of(arguments), self._call) for answer in part]
+        return [answer async for part in answers(calls, self._call) for answer in part]
+
+    async def channel(self) -> Path:
+        """Where `answer` is asked beside Ray, on this machine."""
+        if self._door is None:
+            self._door = Door(temporary_folder(self.paths) / f"{self.stage}.{os.getpid()}", self.answer)
+        return self._door.path
 
     async def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return await getattr(self, method)(*args, **kwargs)

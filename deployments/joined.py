@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -21,7 +22,7 @@ from ray.util import get_placement_group, list_named_actors, remove_placement_gr
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deployments.cluster import SYSTEM
-from deployments.names import NAMESPACE
+from deployments.names import NAMESPACE, temporary_folder
 from deployments.placement import GB, group_name
 from pipeline.config.training import Ray
 from pipeline.errors import ConfigError
@@ -95,7 +96,7 @@ class JoinedCluster:
         _set_global_client(None)
 
     def _leave(self) -> None:
-        """End the run's actors, engines and placement group, by name."""
+        """End the run's actors, engines and placement group, by name. The stage actors had their channels on this node."""
         mine = f"{self._paths.run_id}:"
         for actor in list_named_actors(all_namespaces=True):
             if actor["namespace"] == NAMESPACE and actor["name"].startswith(mine):
@@ -106,6 +107,7 @@ class JoinedCluster:
                 serve.delete(app)
         with contextlib.suppress(ValueError):  # there is none
             remove_placement_group(get_placement_group(group_name(self._paths.run_id)))
+        shutil.rmtree(temporary_folder(self._paths), ignore_errors=True)
 
 
 def _node(name: str, free: dict[str, float]) -> NodeSpec:

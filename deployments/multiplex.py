@@ -47,43 +47,24 @@ Carrier = Callable[[list[Call]], AsyncIterator[Sequence[Answer]]]
 """Takes the arguments of several calls to where they are answered, and yields the answers as they come."""
 GATHER_S = 0.002
 """An answer waits this long for others, unless it is the last: sending one costs both processes about a millisecond."""
-ARGUMENT_BYTES = 96 * 1024
-"""Ray carries an argument of up to 100 KiB in the request."""
-REQUEST_BYTES = 1024 * 1024
-"""Above this the object store is faster."""
+LARGE_BYTES = 16 * 1024
 
 
-def pack(parts: Sequence[Any]) -> bytes:
-    """Calls or answers as one block, for `pickle.loads`: Ray would carry each of their hundreds of small arrays by itself."""
+def pack(parts: Sequence[Any], beside: list[pickle.PickleBuffer] | None = None) -> bytes:
+    """Calls or answers as one block, for `pickle.loads`: Ray would carry each of their hundreds of small arrays by itself.
+
+    beside: takes what is not copied into the block, above all large arrays, for `loads(..., buffers=...)`.
+    """
     block = io.BytesIO()
-    pickler = pickle.Pickler(block, pickle.HIGHEST_PROTOCOL)
+    pickler = pickle.Pickler(block, pickle.HIGHEST_PROTOCOL, buffer_callback=None if beside is None else beside.append)
     pickler.dispatch_table = {np.ndarray: _array}
     pickler.dump(parts)
     return block.getvalue()
 
 
-def arguments(calls: Sequence[Call]) -> tuple[Any, ...]:
-    """Of the request that carries the calls. Ray puts an argument above ARGUMENT_BYTES into its object store, which for a moderate
-    one takes longer than what it is sent for; several smaller ones travel in the request itself."""
-    buffers: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(calls, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
-    if not ARGUMENT_BYTES < len(head) + sum(buffer.raw().nbytes for buffer in buffers) <= REQUEST_BYTES:
-        return (calls,)
-    block = pickle.dumps([head, *map(bytes, buffers)], pickle.HIGHEST_PROTOCOL)
-    return tuple(block[start : start + ARGUMENT_BYTES] for start in range(0, len(block), ARGUMENT_BYTES))
-
-
-def calls_of(arguments: Sequence[Any]) -> Sequence[Call]:
-    """The other way round."""
-    if not isinstance(arguments[0], bytes):
-        return arguments[0]
-    head, *buffers = pickle.loads(b"".join(arguments))
-    return pickle.loads(head, buffers=buffers)
-
-
 def _array(array: np.ndarray) -> tuple[Any, ...]:
-    """As numpy does it, though without its call in Python for each array that is read."""
-    if array.ndim != 1 or not array.size or array.dtype.kind not in "iuf":
+    """A small one as numpy does it, though without its call in Python for each that is read."""
+    if array.nbytes > LARGE_BYTES or array.ndim != 1 or not array.size or array.dtype.kind not in "iuf":
         return array.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     return np.frombuffer, (bytearray(array), array.dtype)
 

@@ -1,6 +1,12 @@
-"""Names of everything a run places on Ray. A name is a function of the run id, so that any process can find any stage."""
+"""Names of everything a run places on Ray, and beside it. A name is a function of the run: any process can find any stage."""
 
 from __future__ import annotations
+
+import hashlib
+import tempfile
+from pathlib import Path
+
+from pipeline.paths import RunPaths
 
 NAMESPACE = "rollout"
 
@@ -19,6 +25,13 @@ def student_app(run_id: str) -> str:
 
 def teacher_app(run_id: str, alias: str) -> str:
     return f"{run_id}:teacher:{alias}"
+
+
+def temporary_folder(paths: RunPaths) -> Path:
+    """Of Ray's session and of the channels. Short, because socket paths end at 107 characters; one a run, because two Rays must
+    not share it."""
+    digest = hashlib.sha256(str(paths.root.resolve()).encode()).hexdigest()[:10]
+    return Path(tempfile.gettempdir()) / f"rollout-{digest}"
 
 
 ENGINE_DEPLOYMENT = "Engine"

@@ -17,7 +17,7 @@ import httpx
 import pytest
 import yaml
 
-from deployments.cluster import temporary_folder
+from deployments.names import temporary_folder
 from pipeline.paths import SharedPaths
 from tests.e2e.program import Command, Program, adds_up, status, wait_for
 

@@ -1,0 +1,186 @@
+"""Requests beside Ray: both sides in one loop, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from deployments.calls import RemoteStage
+from deployments.channel import AGAIN_S, Channel, Closed, Door
+from deployments.multiplex import Answer
+
+WAIT_S = 10.0
+
+
+@pytest.fixture
+def folder():
+    with tempfile.TemporaryDirectory() as short:  # a socket's path is short
+        yield Path(short)
+
+
+class Actor:
+    """Answers each call with its arguments, those of `held` not before it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        self.asked: list[object] = []
+        self.go_on = asyncio.Event()
+        self.door = Door(path, self.answer)
+
+    async def answer(self, calls):
+        self.asked += [call[0] for call in calls]
+        if calls[0][0] == "held":
+            await self.go_on.wait()
+        return [Answer(number, call[1:]) for number, call in enumerate(calls)]
+
+    async def has_been_asked(self, count: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while len(self.asked) < count:
+                await asyncio.sleep(0.001)
+
+    async def dies(self) -> None:
+        """As its process would: the kernel closes its sockets."""
+        tasks = [self.door._accepting, *self.door._peers]
+        for task in tasks:
+            task.cancel()
+        self.go_on.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def opened(path: Path) -> Channel:
+    channel = Channel()
+
+    async def address() -> Path:
+        return path
+
+    channel.open(address)
+    await channel._opening
+    return channel
+
+
+async def test_a_request_arrives_as_it_was_whatever_its_size(folder):
+    actor = Actor(folder / "door")
+    channel = await opened(actor.door.path)
+    arrays = [np.arange(size, dtype=dtype) for size in (0, 5, 100_000, 3_000_000) for dtype in ("u1", "<f4")]
+    async with asyncio.timeout(WAIT_S):
+        [first, second] = await channel.request([("commit", *arrays), ("read", "text", {"key": 7})])
+    assert second.value == ("text", {"key": 7})
+    for sent, arrived in zip(arrays, first.value, strict=True):
+        assert arrived.dtype == sent.dtype and arrived.tobytes() == sent.tobytes()
+        assert arrived.flags.writeable and arrived.flags.aligned
+
+
+async def test_a_request_that_takes_long_holds_up_no_other(folder):
+    actor = Actor(folder / "door")
+    channel = await opened(actor.door.path)
+    held = asyncio.ensure_future(channel.request([("held", "late")]))
+    async with asyncio.timeout(WAIT_S):
+        rows = np.zeros(500_000, np.uint8)
+        answers = await asyncio.gather(*(channel.request([("quick", number, rows)]) for number in range(20)))
+        assert [answer.value[0] for [answer] in answers] == list(range(20))
+        assert not held.done()
+        actor.go_on.set()
+        assert [answer.value for answer in await held] == [("late",)]
+
+
+async def test_who_waits_for_an_actor_that_dies_hears_it_at_once(folder):
+    actor = Actor(folder / "door")
+    channel = await opened(actor.door.path)
+    held = asyncio.ensure_future(channel.request([("held", 1)]))
+    await actor.has_been_asked(1)
+    dying = asyncio.ensure_future(actor.dies())
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(Closed):
+            await held
+        await dying
+    with pytest.raises(Closed):
+        await channel.request([("quick", 2)])
+
+
+async def test_a_caller_that_gives_up_takes_nothing_from_the_others(folder):
+    actor = Actor(folder / "door")
+    channel = await opened(actor.door.path)
+    left = asyncio.ensure_future(channel.request([("held", 1)]))
+    await actor.has_been_asked(1)
+    left.cancel()
+    actor.go_on.set()
+    async with asyncio.timeout(WAIT_S):
+        assert [answer.value for answer in await channel.request([("quick", 2)])] == [(2,)]
+
+
+async def test_a_request_that_was_sent_in_part_ends_the_channel(folder):
+    """The other side would take what follows for the rest of it."""
+    actor = Actor(folder / "door")
+    channel = await opened(actor.door.path)
+    large = asyncio.ensure_future(channel.request([("quick", np.zeros(50_000_000, np.uint8))]))
+    while not channel._connection._sending.locked():
+        await asyncio.sleep(0)
+    large.cancel()
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(Closed):
+            await channel.request([("quick", 2)])
+    assert actor.asked == []
+
+
+async def test_an_answer_that_cannot_travel_is_asked_in_another_way(folder):
+    async def answer(calls):
+        return [Answer(0, lambda: None)]
+
+    channel = await opened(Door(folder / "door", answer).path)
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(Closed):
+            await channel.request([("quick", 1)])
+
+
+class Ray:
+    """A handle that answers by itself, and names a door."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.asked = path, []
+        self.answer = self.channel = self
+
+    def remote(self, *calls):
+        future: Future = Future()
+        if calls:
+            self.asked += [method for method, _, _ in calls[0]]
+            future.set_result([Answer(number, "by Ray") for number in range(len(calls[0]))])
+        else:
+            future.set_result(self.path)
+        return SimpleNamespace(future=lambda: future)
+
+
+async def test_a_stage_is_asked_beside_ray_while_that_works(folder):
+    actor, ray = Actor(folder / "door"), Ray(folder / "door")
+    buffer = RemoteStage("r", "replay_buffer")
+    buffer._handle = ray
+    assert await buffer.read([1]) == "by Ray"
+    await buffer._channel._opening
+    assert await buffer.read([2]) == (([2],), {})
+    held = asyncio.ensure_future(buffer.held())
+    await actor.has_been_asked(2)
+    dying = asyncio.ensure_future(actor.dies())
+    assert await asyncio.wait_for(held, WAIT_S) == "by Ray"
+    await dying
+    assert await buffer.read([3]) == "by Ray" and ray.asked == ["read", "held", "read"]
+
+
+async def test_an_actor_that_cannot_be_reached_so_is_left_alone_for_a_while(folder):
+    channel, asked = Channel(), []
+
+    async def address() -> Path:
+        asked.append(None)
+        return folder / "of another machine"
+
+    for _ in range(3):
+        channel.open(address)
+        await channel._opening
+    assert len(asked) == 1
+    channel._again -= AGAIN_S
+    channel.open(address)
+    await channel._opening
+    assert len(asked) == 2
