@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 AGAIN_S = 5.0
 """An actor that cannot be reached so, on another machine for instance, is not tried again before."""
 ADDRESS_S = 60.0
+SENT_BYTES = 4 * 1024 * 1024
+"""On the way in a channel; a system may allow less."""
 _HEAD = struct.Struct("<QQI")
 """Number of the request, bytes of the pickle, arrays beside it."""
 _SIZE = struct.Struct("<Q")
@@ -76,6 +78,7 @@ class _Connection:
     """Any number of requests at a time, answered in any order."""
 
     def __init__(self, peer: socket.socket) -> None:
+        _ready(peer)
         self._peer = peer
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Sequence[Answer] | None]] = {}
@@ -148,6 +151,7 @@ class Door:
 
     async def _serve(self, peer: socket.socket) -> None:
         """What was asked is done to its end, also for a caller that has gone."""
+        _ready(peer)
         replies: set[asyncio.Task[None]] = set()
         sending = asyncio.Lock()
         try:
@@ -186,6 +190,12 @@ async def _connect(path: Path) -> _Connection:
         peer.close()
         raise
     return _Connection(peer)
+
+
+def _ready(peer: socket.socket) -> None:
+    """What fits into the kernel is handed over at once, and not whenever a busy process comes round to the next part."""
+    peer.setblocking(False)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SENT_BYTES)
 
 
 def _shut(peer: socket.socket) -> None:
