@@ -100,7 +100,7 @@ class RemoteStage:
 
     async def _answers(self, calls: list[Call]) -> Sequence[Answer]:
         try:
-            return await self._channel.request(calls)
+            return [answer async for part in self._channel.request(calls) for answer in part]
         except Closed:
             answers = await asyncio.wrap_future(self.handle().answer.remote(calls).future())
         self._channel.open(lambda: asyncio.wrap_future(self.handle().channel.remote().future()))
@@ -262,6 +262,7 @@ class RemoteWorker:
         self._name = stage
         self._stage = RemoteStage(run_id, stage)
         self._player = player
+        self._channel = Channel()
         self._calls = Multiplexer(self._carry)
 
     async def clear(self) -> None:
@@ -279,16 +280,18 @@ class RemoteWorker:
 
     async def _carry(self, calls: list[Call]) -> AsyncIterator[list[Answer]]:
         handle = self._stage.handle()
-        stream = handle.play_all.options(num_returns="streaming").remote(pack(calls))
         try:
-            while True:
-                reference = await self._alive(handle, asyncio.ensure_future(anext(stream)))
-                yield pickle.loads(await asyncio.wait_for(reference, CALL_S))
+            async with aclosing(self._channel.request(calls) if self._channel.is_open else _by_ray(handle, calls)) as parts:
+                while True:
+                    yield await self._alive(handle, asyncio.ensure_future(anext(parts)))
+                    self._channel.open(lambda: asyncio.wrap_future(handle.channel.remote().future()))
         except StopAsyncIteration:
             return
         except RayError as error:
             remote = unwrap(error, self._name)
             raise remote from remote.__cause__
+        except Closed as error:
+            raise ConnectionError(f"{self._name} died while it played") from error
         except TimeoutError as error:
             raise ConnectionError(f"worker {self.node} does not answer") from error
 
@@ -300,3 +303,9 @@ class RemoteWorker:
             return result.result()
         finally:
             result.cancel()
+            await asyncio.wait({result})
+
+
+async def _by_ray(worker: Any, calls: list[Call]) -> AsyncIterator[list[Answer]]:
+    async for reference in worker.play_all.options(num_returns="streaming").remote(pack(calls)):
+        yield pickle.loads(await asyncio.wait_for(reference, CALL_S))

@@ -13,8 +13,8 @@ import math
 import pickle
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ _HEAD = struct.Struct("<QQI")
 _SIZE = struct.Struct("<Q")
 """Bytes of an array."""
 
-Answering = Callable[[Sequence[Call]], Awaitable[Sequence[Answer]]]
+Answering = Callable[[Sequence[Call]], AsyncIterator[Sequence[Answer]]]
+"""Yields answers as they come, one a call in all."""
 
 
 class Closed(Exception):
@@ -50,16 +51,20 @@ class Channel:
         self._opening: asyncio.Task[None] | None = None
         self._again = -math.inf
 
-    async def request(self, calls: Sequence[Call]) -> Sequence[Answer]:
-        """Raises Closed, at any time."""
-        if self._connection is None or self._connection.closed:
+    @property
+    def is_open(self) -> bool:
+        return self._connection is not None and not self._connection.ended
+
+    def request(self, calls: Sequence[Call]) -> AsyncIterator[Sequence[Answer]]:
+        """The answers as they come. Raises Closed, at any time."""
+        if self._connection is None:
             raise Closed
-        return await self._connection.request(calls)
+        return self._connection.request(calls)
 
     def open(self, address: Callable[[], Awaitable[Path]]) -> None:
         """In the background, for later requests."""
         now = asyncio.get_running_loop().time()
-        if now < self._again or (self._connection is not None and not self._connection.closed):
+        if now < self._again or self.is_open:
             return
         if self._opening is None or self._opening.done():
             self._again = now + AGAIN_S
@@ -81,58 +86,64 @@ class _Connection:
         _ready(peer)
         self._peer = peer
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Sequence[Answer] | None]] = {}
-        """None: the channel has ended."""
+        self._waiting: dict[int, asyncio.Queue[Sequence[Answer] | None]] = {}
+        """What has come for each request. None: the channel has ended."""
+        self.ended = False
         self._sending = asyncio.Lock()
         self._receiving = asyncio.create_task(self._receive(), name="answers of a channel")
 
-    @property
-    def closed(self) -> bool:
-        return self._receiving.done()
-
-    async def request(self, calls: Sequence[Call]) -> Sequence[Answer]:
-        number = next(self._numbers)
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+    async def request(self, calls: Sequence[Call]) -> AsyncIterator[Sequence[Answer]]:
+        number, left = next(self._numbers), len(calls)
+        parts = self._waiting[number] = asyncio.Queue()
         try:
-            async with self._sending:
-                with _closed_if_it_fails(self._peer):
-                    await _send(self._peer, number, calls)
-            answers = await future
-        except OSError as error:
-            raise Closed from error
+            await self._send(number, calls)
+            while left:
+                answers = await parts.get()
+                if answers is None:
+                    raise Closed
+                left -= len(answers)
+                yield answers
         finally:
             del self._waiting[number]
-        if answers is None:
-            raise Closed
-        return answers
+
+    async def _send(self, number: int, calls: Sequence[Call]) -> None:
+        async with self._sending:
+            if self.ended:
+                raise Closed
+            try:
+                with _closed_if_it_fails(self._peer):
+                    await _send(self._peer, number, calls)
+            except OSError as error:
+                raise Closed from error
 
     async def _receive(self) -> None:
         try:
             while True:
                 number, answers = await _received(self._peer)
-                self._settle(number, answers)
+                if number in self._waiting:  # not given up
+                    self._waiting[number].put_nowait(answers)
         except Exception as error:
             log.info("a channel has ended: %r", error)
         finally:
+            self.ended = True
             _shut(self._peer)
-            for number in self._waiting:
-                self._settle(number, None)
+            for parts in self._waiting.values():
+                parts.put_nowait(None)
             async with self._sending:  # a socket is closed when nobody waits for it any more
                 self._peer.close()
 
-    def _settle(self, number: int, answers: Sequence[Answer] | None) -> None:
-        future = self._waiting.get(number)
-        if future is not None and not future.done():
-            future.set_result(answers)
-
 
 class Door:
-    """The actor's side: answers whoever connects, until its process ends."""
+    """The actor's side: answers whoever connects, until its process ends.
 
-    def __init__(self, path: Path, answer: Answering) -> None:
+    gives_up: what a caller asked for ends with the caller; else it is done to its end.
+    """
+
+    def __init__(self, path: Path, answer: Answering, *, gives_up: bool = False) -> None:
         """In a folder of its owner alone, because what arrives is unpickled. Raises OSError."""
         self.path = path
         self._answer = answer
+        self._gives_up = gives_up
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # of a process that had this pid before
         self._listener = socket.socket(socket.AF_UNIX)
@@ -150,7 +161,6 @@ class Door:
                 _keep(self._peers, self._serve(peer), "requests of a channel")
 
     async def _serve(self, peer: socket.socket) -> None:
-        """What was asked is done to its end, also for a caller that has gone."""
         _ready(peer)
         replies: set[asyncio.Task[None]] = set()
         sending = asyncio.Lock()
@@ -162,15 +172,19 @@ class Door:
             log.info("a channel has ended: %r", error)
         finally:
             _shut(peer)
+            if self._gives_up:
+                for reply in replies:
+                    reply.cancel()
             await asyncio.gather(*replies, return_exceptions=True)
             peer.close()
 
     async def _reply(self, peer: socket.socket, sending: asyncio.Lock, number: int, calls: Sequence[Call]) -> None:
         try:
             with _closed_if_it_fails(peer):
-                answers = await self._answer(calls)
-                async with sending:
-                    await _send(peer, number, answers)
+                async with aclosing(self._answer(calls)) as parts:
+                    async for answers in parts:
+                        async with sending:
+                            await _send(peer, number, answers)
         except Exception as error:
             log.info("no answer through a channel: %r", error)
 

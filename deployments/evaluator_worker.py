@@ -10,15 +10,17 @@ import logging
 import os
 import pickle
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from deployments.calls import EngineCalls, unwrap
+from deployments.channel import Door
 from deployments.hosting import log_to_file
-from deployments.multiplex import answers, pack
-from deployments.names import ENGINE_DEPLOYMENT, student_app, teacher_app
+from deployments.multiplex import Answer, Call, answers, pack
+from deployments.names import ENGINE_DEPLOYMENT, student_app, teacher_app, temporary_folder, worker_stage
 from deployments.placement import demand, in_bundle
 from deployments.threads import take_turns
 from deployments.witness import append_lines
@@ -54,6 +56,7 @@ class EvaluatorWorkerActor:
         take_turns()
         self.log = logging.getLogger("evaluator_worker")
         self._playing: set[asyncio.Task[Any]] = set()
+        self._door: Door | None = None
         self._started = asyncio.ensure_future(self._build())
 
     async def _build(self) -> dict[str, EvaluatorWorker]:
@@ -101,14 +104,25 @@ class EvaluatorWorkerActor:
             play.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
+    async def channel(self) -> Path:
+        """Where the pool asks beside Ray, on this machine. What it asked for ends with it."""
+        if self._door is None:
+            path = temporary_folder(self.paths) / f"{worker_stage(self.bundle)}.{os.getpid()}"
+            self._door = Door(path, self._plays, gives_up=True)
+        return self._door.path
+
     async def play_all(self, calls: bytes) -> AsyncIterator[bytes]:
+        async for part in self._plays(pickle.loads(calls)):
+            yield pack(part)
+
+    async def _plays(self, asked: Sequence[Call]) -> AsyncIterator[list[Answer]]:
         """Several `run_samples` at the same time; each is answered when it is done."""
-        asked = pickle.loads(calls)
         played = [attempt for _, _, attempt, context, *_ in asked if context.phase == "train"]
         facts = [{"ordinal": attempt.ordinal, "attempt": attempt.number, "epoch": attempt.epoch} for attempt in played]
         append_lines(self.paths.plays, facts)
-        async for part in answers(asked, self._kept):
-            yield pack(part)
+        async with aclosing(answers(asked, self._kept)) as parts:
+            async for part in parts:
+                yield part
 
     async def _kept(self, *call: Any) -> list[Sample]:
         play = asyncio.current_task()

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,11 @@ class StageActor:
     async def channel(self) -> Path:
         """Where `answer` is asked beside Ray, on this machine."""
         if self._door is None:
-            self._door = Door(temporary_folder(self.paths) / f"{self.stage}.{os.getpid()}", self.answer)
+            self._door = Door(temporary_folder(self.paths) / f"{self.stage}.{os.getpid()}", self._answers)
         return self._door.path
+
+    async def _answers(self, calls: Sequence[Call]) -> AsyncIterator[list[Answer]]:
+        yield await self.answer(calls)
 
     async def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return await getattr(self, method)(*args, **kwargs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
+import socket
 import tempfile
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,9 +13,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from deployments.calls import RemoteStage
+from deployments.calls import RemoteStage, RemoteWorker
 from deployments.channel import AGAIN_S, Channel, Closed, Door
-from deployments.multiplex import Answer
+from deployments.multiplex import Answer, pack
 
 WAIT_S = 10.0
 
@@ -36,7 +38,7 @@ class Actor:
         self.asked += [call[0] for call in calls]
         if calls[0][0] == "held":
             await self.go_on.wait()
-        return [Answer(number, call[1:]) for number, call in enumerate(calls)]
+        yield [Answer(number, call[1:]) for number, call in enumerate(calls)]
 
     async def has_been_asked(self, count: int) -> None:
         async with asyncio.timeout(WAIT_S):
@@ -50,6 +52,10 @@ class Actor:
             task.cancel()
         self.go_on.set()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def request(channel: Channel, calls: list) -> list[Answer]:
+    return [answer async for part in channel.request(calls) for answer in part]
 
 
 async def opened(path: Path) -> Channel:
@@ -68,7 +74,7 @@ async def test_a_request_arrives_as_it_was_whatever_its_size(folder):
     channel = await opened(actor.door.path)
     arrays = [np.arange(size, dtype=dtype) for size in (0, 5, 100_000, 3_000_000) for dtype in ("u1", "<f4")]
     async with asyncio.timeout(WAIT_S):
-        [first, second] = await channel.request([("commit", *arrays), ("read", "text", {"key": 7})])
+        [first, second] = await request(channel, [("commit", *arrays), ("read", "text", {"key": 7})])
     assert second.value == ("text", {"key": 7})
     for sent, arrived in zip(arrays, first.value, strict=True):
         assert arrived.dtype == sent.dtype and arrived.tobytes() == sent.tobytes()
@@ -78,10 +84,10 @@ async def test_a_request_arrives_as_it_was_whatever_its_size(folder):
 async def test_a_request_that_takes_long_holds_up_no_other(folder):
     actor = Actor(folder / "door")
     channel = await opened(actor.door.path)
-    held = asyncio.ensure_future(channel.request([("held", "late")]))
+    held = asyncio.ensure_future(request(channel, [("held", "late")]))
     async with asyncio.timeout(WAIT_S):
         rows = np.zeros(500_000, np.uint8)
-        answers = await asyncio.gather(*(channel.request([("quick", number, rows)]) for number in range(20)))
+        answers = await asyncio.gather(*(request(channel, [("quick", number, rows)]) for number in range(20)))
         assert [answer.value[0] for [answer] in answers] == list(range(20))
         assert not held.done()
         actor.go_on.set()
@@ -91,7 +97,7 @@ async def test_a_request_that_takes_long_holds_up_no_other(folder):
 async def test_who_waits_for_an_actor_that_dies_hears_it_at_once(folder):
     actor = Actor(folder / "door")
     channel = await opened(actor.door.path)
-    held = asyncio.ensure_future(channel.request([("held", 1)]))
+    held = asyncio.ensure_future(request(channel, [("held", 1)]))
     await actor.has_been_asked(1)
     dying = asyncio.ensure_future(actor.dies())
     async with asyncio.timeout(WAIT_S):
@@ -99,42 +105,87 @@ async def test_who_waits_for_an_actor_that_dies_hears_it_at_once(folder):
             await held
         await dying
     with pytest.raises(Closed):
-        await channel.request([("quick", 2)])
+        await request(channel, [("quick", 2)])
+
+
+async def test_answers_come_as_they_are_there(folder):
+    more = asyncio.Event()
+
+    async def answer(calls):
+        yield [Answer(1, "quick")]
+        await more.wait()
+        yield [Answer(0, "slow")]
+
+    channel = await opened(Door(folder / "door", answer).path)
+    async with asyncio.timeout(WAIT_S):
+        parts = channel.request([("slow",), ("quick",)])
+        assert [answer.value for answer in await anext(parts)] == ["quick"]
+        more.set()
+        assert [answer.value for part in [part async for part in parts] for answer in part] == ["slow"]
+
+
+@pytest.mark.parametrize("gives_up", [True, False])
+async def test_what_a_caller_asked_for_that_has_gone_is_given_up_where_nobody_else_needs_it(folder, gives_up):
+    began, go_on, ends = asyncio.Event(), asyncio.Event(), []
+
+    async def answer(calls):
+        began.set()
+        try:
+            await go_on.wait()
+            ends.append("done")
+        except asyncio.CancelledError:
+            ends.append("given up")
+            raise
+        yield [Answer(0)]
+
+    door = Door(folder / "door", answer, gives_up=gives_up)
+    channel = await opened(door.path)
+    asked = asyncio.ensure_future(request(channel, [("held",)]))
+    async with asyncio.timeout(WAIT_S):
+        await began.wait()
+        channel._connection._peer.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(Closed):
+            await asked
+        [serving] = door._peers
+        await asyncio.wait({serving}, timeout=None if gives_up else 0.05)
+        go_on.set()
+        await asyncio.wait({serving})
+    assert ends == ["given up" if gives_up else "done"]
 
 
 async def test_a_caller_that_gives_up_takes_nothing_from_the_others(folder):
     actor = Actor(folder / "door")
     channel = await opened(actor.door.path)
-    left = asyncio.ensure_future(channel.request([("held", 1)]))
+    left = asyncio.ensure_future(request(channel, [("held", 1)]))
     await actor.has_been_asked(1)
     left.cancel()
     actor.go_on.set()
     async with asyncio.timeout(WAIT_S):
-        assert [answer.value for answer in await channel.request([("quick", 2)])] == [(2,)]
+        assert [answer.value for answer in await request(channel, [("quick", 2)])] == [(2,)]
 
 
 async def test_a_request_that_was_sent_in_part_ends_the_channel(folder):
     """The other side would take what follows for the rest of it."""
     actor = Actor(folder / "door")
     channel = await opened(actor.door.path)
-    large = asyncio.ensure_future(channel.request([("quick", np.zeros(50_000_000, np.uint8))]))
+    large = asyncio.ensure_future(request(channel, [("quick", np.zeros(50_000_000, np.uint8))]))
     while not channel._connection._sending.locked():
         await asyncio.sleep(0)
     large.cancel()
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(Closed):
-            await channel.request([("quick", 2)])
+            await request(channel, [("quick", 2)])
     assert actor.asked == []
 
 
 async def test_an_answer_that_cannot_travel_is_asked_in_another_way(folder):
     async def answer(calls):
-        return [Answer(0, lambda: None)]
+        yield [Answer(0, lambda: None)]
 
     channel = await opened(Door(folder / "door", answer).path)
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(Closed):
-            await channel.request([("quick", 1)])
+            await request(channel, [("quick", 1)])
 
 
 class Ray:
@@ -167,6 +218,44 @@ async def test_a_stage_is_asked_beside_ray_while_that_works(folder):
     assert await asyncio.wait_for(held, WAIT_S) == "by Ray"
     await dying
     assert await buffer.read([3]) == "by Ray" and ray.asked == ["read", "held", "read"]
+
+
+class Plays:
+    """What Ray answers for a worker: one request, at once."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+
+    def options(self, **_):
+        return self
+
+    async def remote(self, calls):
+        self.requests += 1
+        for number, call in enumerate(pickle.loads(calls)):
+            yield _packed([Answer(number, f"{call[0]} by Ray")])
+
+
+async def _packed(answers):
+    return pack(answers)
+
+
+async def test_a_worker_plays_what_it_is_asked_beside_ray_and_its_death_then_is_a_lost_connection(folder):
+    actor, ray = Actor(folder / "door"), Ray(folder / "door")
+    ray.play_all = Plays()
+    worker = RemoteWorker("r", "evaluator_worker_0", "local")
+    worker._stage._handle = ray
+    async with asyncio.timeout(WAIT_S):
+        assert await worker.run_samples("first") == "first by Ray"
+        await worker._channel._opening
+        assert await worker.run_samples("second", 2) == (2, "student")
+        held = asyncio.ensure_future(worker.run_samples("held"))
+        await actor.has_been_asked(2)
+        dying = asyncio.ensure_future(actor.dies())
+        with pytest.raises(ConnectionError, match="evaluator_worker_0 died while it played"):
+            await held
+        await dying
+        assert await worker.run_samples("again") == "again by Ray"
+    assert ray.play_all.requests == 2
 
 
 async def test_an_actor_that_cannot_be_reached_so_is_left_alone_for_a_while(folder):
