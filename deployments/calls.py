@@ -13,15 +13,7 @@ from contextlib import aclosing
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import (
-    ActorDiedError,
-    ActorUnavailableError,
-    GetTimeoutError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from deployments.channel import Channel, Closed
 from deployments.multiplex import Answer, Call, Multiplexer, pack
@@ -36,7 +28,7 @@ LOST_CALL_WAITS_S = (0.5, 1.0, 2.0)
 UNANSWERED_PINGS = 6
 """This many pings in a row without an answer: the stage is taken for dead."""
 
-DEATHS = (ActorDiedError, ActorUnavailableError, RayActorError, WorkerCrashedError)
+DEATHS = (RayActorError, WorkerCrashedError)
 
 
 def unwrap(error: BaseException, stage: str) -> BaseException:
