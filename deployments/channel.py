@@ -140,7 +140,7 @@ class Door:
     """
 
     def __init__(self, path: Path, answer: Answering, *, gives_up: bool = False) -> None:
-        """In a folder of its owner alone, because what arrives is unpickled. Raises OSError."""
+        """Open to its owner alone, because what arrives is unpickled. Raises OSError."""
         self.path = path
         self._answer = answer
         self._gives_up = gives_up
@@ -149,6 +149,7 @@ class Door:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
         self._listener.bind(str(path))
+        path.chmod(0o600)
         self._listener.listen()
         self._peers: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept(), name="door of an actor")

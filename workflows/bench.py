@@ -25,16 +25,16 @@ from pipeline.records import sample_seed
 from workflows.bench_cpu import PARTS, REST, NodeCpu
 from workflows.run import Driver
 
-SCRIPTED = (
-    "engine.kind=scripted", "engine.slots=64", "engine.script.seconds=1.0", "rollout.tasks_per_step=128", "trainer.steps=2",
-    "eval.items=1",
-)  # fmt: skip
-"""64 slots, 1 s a request, 512 requests a step: 8 s for the bare engine."""
+SCRIPTED = ("engine.kind=scripted", "engine.slots=64", "engine.script.seconds=1.0", "trainer.steps=2", "eval.items=1")
+"""64 slots and 1 s a request: 8 s a step for the bare engine."""
 TORCH = ("trainer.steps=18", "eval.items=1")
 READ = {"scripted": 0, "torch": 6}
 """The last steps of a run are not timed: the CPU that they take is read, which takes some itself."""
-ON_POLICY = ("algorithm.name=grpo", "rollout.max_staleness=0", "eval.every=0", "eval.teacher=false", "observe.bars=false")
-"""Without a teacher, and with no training beside the rollouts: the rollouts have the machine."""
+ON_POLICY = (
+    "algorithm.name=grpo", "rollout.max_staleness=0", "rollout.tasks_per_step=128", "eval.every=0", "eval.teacher=false",
+    "observe.bars=false",
+)  # fmt: skip
+"""512 requests a step (of 4 samples), without a teacher, and with no training beside the rollouts: they have the machine."""
 WARM = 1
 """Steps left out of the figures: the first loads what later ones find loaded."""
 CORES = len(os.sched_getaffinity(0))

@@ -81,6 +81,11 @@ async def test_a_request_arrives_as_it_was_whatever_its_size(folder):
         assert arrived.flags.writeable and arrived.flags.aligned
 
 
+async def test_nobody_else_can_ask(folder):
+    door = Door(folder / "channels" / "door", Actor(folder / "other").answer)
+    assert door.path.stat().st_mode & 0o777 == 0o600 and door.path.parent.stat().st_mode & 0o777 == 0o700
+
+
 async def test_a_request_that_takes_long_holds_up_no_other(folder):
     actor = Actor(folder / "door")
     channel = await opened(actor.door.path)
