@@ -140,7 +140,7 @@ class Door:
     """
 
     def __init__(self, path: Path, answer: Answering, *, gives_up: bool = False) -> None:
-        """Open to its owner alone, because what arrives is unpickled. Raises OSError."""
+        """Folder and socket are their owner's alone, because what arrives is unpickled. Raises OSError."""
         self.path = path
         self._answer = answer
         self._gives_up = gives_up

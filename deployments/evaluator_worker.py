@@ -20,7 +20,7 @@ from deployments.calls import EngineCalls, unwrap
 from deployments.channel import Door
 from deployments.hosting import log_to_file
 from deployments.multiplex import Answer, Call, answers, pack
-from deployments.names import ENGINE_DEPLOYMENT, student_app, teacher_app, temporary_folder, worker_stage
+from deployments.names import ENGINE_DEPLOYMENT, door, student_app, teacher_app, worker_stage
 from deployments.placement import demand, in_bundle
 from deployments.threads import take_turns
 from deployments.witness import append_lines
@@ -107,8 +107,7 @@ class EvaluatorWorkerActor:
     async def channel(self) -> Path:
         """Where the pool asks beside Ray, on this machine. What it asked for ends with it."""
         if self._door is None:
-            path = temporary_folder(self.paths) / f"{worker_stage(self.bundle)}.{os.getpid()}"
-            self._door = Door(path, self._plays, gives_up=True)
+            self._door = Door(door(self.paths, worker_stage(self.bundle)), self._plays, gives_up=True)
         return self._door.path
 
     async def play_all(self, calls: bytes) -> AsyncIterator[bytes]:

@@ -17,7 +17,7 @@ from typing import Any
 from deployments.calls import RemoteStage
 from deployments.channel import Door
 from deployments.multiplex import Answer, Call, answers
-from deployments.names import temporary_folder
+from deployments.names import door
 from deployments.threads import keep_memory, take_turns
 from deployments.witness import append_line
 from pipeline.buffer.api import StageReport
@@ -77,7 +77,7 @@ class StageActor:
     async def channel(self) -> Path:
         """Where `answer` is asked beside Ray, on this machine."""
         if self._door is None:
-            self._door = Door(temporary_folder(self.paths) / f"{self.stage}.{os.getpid()}", self._answers)
+            self._door = Door(door(self.paths, self.stage), self._answers)
         return self._door.path
 
     async def _answers(self, calls: Sequence[Call]) -> AsyncIterator[list[Answer]]:

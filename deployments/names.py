@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
 from pathlib import Path
 
@@ -32,6 +33,11 @@ def temporary_folder(paths: RunPaths) -> Path:
     not share it."""
     digest = hashlib.sha256(str(paths.root.resolve()).encode()).hexdigest()[:10]
     return Path(tempfile.gettempdir()) / f"rollout-{digest}"
+
+
+def door(paths: RunPaths, stage: str) -> Path:
+    """Where this process, which is the stage's, is asked beside Ray."""
+    return temporary_folder(paths) / "channels" / f"{stage}.{os.getpid()}"
 
 
 ENGINE_DEPLOYMENT = "Engine"
