@@ -17,8 +17,10 @@ ROOT = Path(__file__).parents[2]
 SEEDS = 2000
 CPU_S = 60.0
 """A slower machine plays fewer seeds; `python -m tests.simulation --seeds 2000` plays them all."""
-WITHIN = 1000
+WITHIN = 500
 """Seeds in which a planted bug is found."""
+RARE = {"begins_a_new_window_behind_an_open_rollout": 1000}
+"""One seed in some 350 shows it."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,4 +59,5 @@ def test_a_seed_is_replayed_exactly_also_by_another_process():
 @pytest.mark.timeout(600)
 def test_a_planted_bug_is_found(name):
     with planted(name):
-        assert first_failure(range(WITHIN)) is not None, f"{name} was not found in {WITHIN} seeds"
+        seeds = RARE.get(name, WITHIN)
+        assert first_failure(range(seeds)) is not None, f"{name} was not found in {seeds} seeds"
