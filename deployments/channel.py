@@ -76,7 +76,7 @@ class Channel:
                 path = await address()
             self._connection = await _connect(path)
         except (OSError, RayError) as error:
-            log.info("no channel: %s", error)
+            log.debug("no channel: %s", error)
 
 
 class _Connection:
