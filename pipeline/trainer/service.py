@@ -359,9 +359,12 @@ class TrainerService:
             self._waiting_for = None
 
     async def _ask(self, call: Awaitable[T]) -> T:
-        """One call of the buffer, bounded."""
-        async with asyncio.timeout(CALL_S):
-            return await call
+        """One call of the buffer, bounded. Raises StageFailed of the buffer, whose silence is none of the trainer's."""
+        try:
+            async with asyncio.timeout(CALL_S):
+                return await call
+        except TimeoutError as error:
+            raise StageFailed("replay_buffer", f"did not answer the trainer within {CALL_S:.0f} s") from error
 
     def _forget(self, step: int, task: asyncio.Task[dict[str, Any]]) -> None:
         self._running.pop(step, None)

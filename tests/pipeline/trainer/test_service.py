@@ -503,6 +503,17 @@ async def test_a_trainer_that_waits_for_groups_stops_within_a_moment(tmp_path):
         await trainer.close()
 
 
+@pytest.mark.looptime
+async def test_a_buffer_that_does_not_answer_is_named(tmp_path):
+    async with opened(tmp_path) as run:
+        trainer = run.trainer()
+        await trainer.start()
+        run.buffer.wait_selection = lambda *_: asyncio.sleep(3600)
+        with pytest.raises(StageFailed, match="stage replay_buffer: did not answer the trainer within 60 s"):
+            await trainer.train(1)
+        await trainer.close()
+
+
 async def test_rows_that_are_gone_are_named(tmp_path):
     class Forgetful:
         def __init__(self, buffer):
