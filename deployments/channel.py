@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import math
+import os
 import pickle
 import socket
 import struct
@@ -34,6 +35,8 @@ _HEAD = struct.Struct("<QQI")
 """Number of the request, bytes of the pickle, arrays beside it."""
 _SIZE = struct.Struct("<Q")
 """Bytes of an array."""
+_CREDENTIALS = struct.Struct("=iII")
+"""Pid, user and group of who listens."""
 
 Answering = Callable[[Sequence[Call]], AsyncIterator[Sequence[Answer]]]
 """Yields answers as they come, one a call in all."""
@@ -201,10 +204,21 @@ async def _connect(path: Path) -> _Connection:
     try:
         peer.setblocking(False)
         await asyncio.get_running_loop().sock_connect(peer, str(path))
+        _refuse_others(peer)
     except BaseException:
         peer.close()
         raise
     return _Connection(peer)
+
+
+def _refuse_others(peer: socket.socket) -> None:
+    """Ray opens its folder to every user, who can put another one in the place of the channels'; and an answer is unpickled.
+    Raises OSError, also on a system that does not say who listens."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        raise OSError("this system does not say whose a socket is")
+    _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user != os.geteuid():
+        raise PermissionError(f"user {user} listens in the place of an actor")
 
 
 def _ready(peer: socket.socket) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import socket
 import tempfile
@@ -84,6 +85,16 @@ async def test_a_request_arrives_as_it_was_whatever_its_size(folder):
 async def test_nobody_else_can_ask(folder):
     door = Door(folder / "channels" / "door", Actor(folder / "other").answer)
     assert door.path.stat().st_mode & 0o777 == 0o600 and door.path.parent.stat().st_mode & 0o777 == 0o700
+
+
+async def test_nobody_else_is_asked(folder, monkeypatch):
+    """Who can write to a folder above the door can put another door in its place."""
+    actor, owner = Actor(folder / "door"), os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    channel = await opened(actor.door.path)
+    with pytest.raises(Closed):
+        await request(channel, [("quick", 1)])
+    assert not channel.is_open and actor.asked == []
 
 
 async def test_a_request_that_takes_long_holds_up_no_other(folder):
