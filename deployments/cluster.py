@@ -26,7 +26,7 @@ from deployments.names import NAMESPACE, temporary_folder
 from deployments.threads import begun
 from pipeline.buffer.lock import ProcessId
 from pipeline.config.training import Ray
-from pipeline.errors import StageFailed
+from pipeline.errors import ConfigError, StageFailed
 from pipeline.evaluator.machine import Machine, count_gpus, this_machine
 from pipeline.paths import RunPaths
 
@@ -46,6 +46,9 @@ the call itself: a group of a few long samples would wait a millisecond for the 
 longer than by way of it. Of finished tasks and calls nothing is kept: the GCS would remember the last 100,000, in some 0.1 MB a
 step. A process that has run a workflow's node waits for the next one: Ray ends those that idle for a second, and each that comes
 instead costs half a second and leaves a socket in the GCS."""
+SOCKET = "/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+"""The longest path of Ray's in its folder, with the largest pid."""
+SOCKET_BYTES = 107
 SERVICES = ("gcs_server", "raylet")
 POLL_S = 0.05
 SHUTDOWN_S = 15.0
@@ -57,12 +60,13 @@ log = logging.getLogger(__name__)
 def start(paths: RunPaths, settings: Ray, storage: str | None) -> None:
     """Start Ray. Its processes inherit the environment, so that the run's own modules can be imported there.
 
-    storage: of workflows; None: there are none.
+    storage: of workflows; None: there are none. Raises ConfigError when the machine's temporary folder is too deep for it.
     """
+    folder = temporary_folder(paths)
+    _check_sockets_fit(folder)
     os.environ.update(SYSTEM)
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(paths.code), *([inherited] if inherited else [])])
-    folder = temporary_folder(paths)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # Ray's own, that workflow storage will go
@@ -79,6 +83,13 @@ def start(paths: RunPaths, settings: Ray, storage: str | None) -> None:
             log_to_driver=False,
             configure_logging=False,
         )
+
+
+def _check_sockets_fit(folder: Path) -> None:
+    too_many = len(os.fsencode(str(folder) + SOCKET)) - SOCKET_BYTES
+    if too_many > 0:
+        most = len(os.fsencode(folder.parent)) - too_many
+        raise ConfigError(f"the temporary folder {folder.parent} is too long for Ray's sockets: {most} bytes at most, set TMPDIR")
 
 
 class PrivateCluster:
