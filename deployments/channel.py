@@ -24,7 +24,7 @@ from ray.exceptions import RayError
 
 from deployments.multiplex import Answer, Call, pack
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("channel")  # of no interest on the screen, where `deployments` speaks
 
 AGAIN_S = 5.0
 """An actor that cannot be reached so, on another machine for instance, is not tried again before."""
