@@ -46,8 +46,8 @@ the call itself: a group of a few long samples would wait a millisecond for the 
 longer than by way of it. Of finished tasks and calls nothing is kept: the GCS would remember the last 100,000, in some 0.1 MB a
 step. A process that has run a workflow's node waits for the next one: Ray ends those that idle for a second, and each that comes
 instead costs half a second and leaves a socket in the GCS."""
-SOCKET = "/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-"""The longest path of Ray's in its folder, with the largest pid."""
+SOCKET = "/session_2000-01-01_00-00-00_000000_{pid}/sockets/plasma_store"
+"""The longest path of Ray's in its folder."""
 SOCKET_BYTES = 107
 SERVICES = ("gcs_server", "raylet")
 POLL_S = 0.05
@@ -86,7 +86,7 @@ def start(paths: RunPaths, settings: Ray, storage: str | None) -> None:
 
 
 def _check_sockets_fit(folder: Path) -> None:
-    too_many = len(os.fsencode(str(folder) + SOCKET)) - SOCKET_BYTES
+    too_many = len(os.fsencode(str(folder) + SOCKET.format(pid=os.getpid()))) - SOCKET_BYTES
     if too_many > 0:
         most = len(os.fsencode(folder.parent)) - too_many
         raise ConfigError(f"the temporary folder {folder.parent} is too long for Ray's sockets: {most} bytes at most, set TMPDIR")
