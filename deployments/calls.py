@@ -95,13 +95,18 @@ class RemoteStage:
             return [answer async for part in self._channel.request(calls) for answer in part]
         except Closed:
             answers = await asyncio.wrap_future(self.handle().answer.remote(calls).future())
-        self._channel.open(lambda: asyncio.wrap_future(self.handle().channel.remote().future()))
+        _open(self._channel, self.handle())
         return answers
 
     def handle(self) -> Any:
         if self._handle is None:
             self._handle = ray.get_actor(actor_name(self._run_id, self._stage), namespace=NAMESPACE)
         return self._handle
+
+
+def _open(channel: Channel, handle: Any) -> None:
+    """For later requests; the actor itself says where."""
+    channel.open(lambda: asyncio.wrap_future(handle.channel.remote().future()))
 
 
 def node_call(run_id: str, stage: str, node: str, method: str, *args: Any) -> Any:
@@ -276,7 +281,7 @@ class RemoteWorker:
             async with aclosing(self._channel.request(calls) if self._channel.is_open else _by_ray(handle, calls)) as parts:
                 while True:
                     yield await self._alive(handle, asyncio.ensure_future(anext(parts)))
-                    self._channel.open(lambda: asyncio.wrap_future(handle.channel.remote().future()))
+                    _open(self._channel, handle)
         except StopAsyncIteration:
             return
         except RayError as error:

@@ -48,6 +48,7 @@ Carrier = Callable[[list[Call]], AsyncIterator[Sequence[Answer]]]
 GATHER_S = 0.002
 """An answer waits this long for others, unless it is the last: sending one costs both processes about a millisecond."""
 LARGE_BYTES = 16 * 1024
+"""An array of more is not copied where it can travel beside the block."""
 
 
 def pack(parts: Sequence[Any], beside: list[pickle.PickleBuffer] | None = None) -> bytes:
